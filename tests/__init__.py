@@ -1,0 +1,1 @@
+"""The tests, one file for each file of the package."""
