@@ -1,0 +1,118 @@
+"""Numba helpers that the optimizer kernels share: bits of bf16 and fp32, the split master, accumulation.
+
+All kernels are serial, release the GIL and are IEEE fp32 (no fastmath, so no contraction and no reassociation): many
+run side by side on `oomc.runtime.pool`, and another executor can produce the same bits. bf16 data come as int16 views:
+with uint16, numba does not vectorise. A loop should touch at most four arrays, since LLVM gives up vectorising when
+more than eight pairs of them must be checked for overlap; what needs more goes through the data twice in blocks of
+`BLOCK` elements, which stay in the cache between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic
+
+BLOCK = 4096
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile `function` at its first call: no GIL, IEEE arithmetic, kept on disk where a cache folder is writable."""
+    try:
+        return numba.njit(nogil=True, fastmath=False, error_model="numpy", cache=True)(function)
+    except RuntimeError:  # numba found no folder that it could write its cache to
+        return numba.njit(nogil=True, fastmath=False, error_model="numpy")(function)
+
+
+@intrinsic
+def widen(typingctx: Any, value: Any) -> Any:
+    """The float32 whose bits are `value` (int32), or whose upper half is `value` (int16: a bf16 number)."""
+    if value not in (types.int16, types.int32):
+        return None
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = args[0]
+        if value == types.int16:
+            bits = builder.shl(builder.zext(bits, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+        return builder.bitcast(bits, ir.FloatType())
+
+    return types.float32(value), build
+
+
+@intrinsic
+def bits_of(typingctx: Any, value: Any) -> Any:
+    """The bits of a float32 as int32."""
+    if value != types.float32:
+        return None
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(value), build
+
+
+@kernel
+def join(hi: Any, lo: Any) -> Any:
+    """`(hi << 16) + lo` as float32: one element of the exact master from its halves (int16 each)."""
+    return widen(np.int32((np.int32(hi) << 16) + np.int32(lo)))
+
+
+@kernel
+def nearest_hi(value: Any) -> Any:
+    """Bits (int16) of the bf16 nearest to a float32, ties away from zero; the rest is the low half of its bits.
+
+    A NaN gives the canonical one: rounding the bits of some NaNs would carry into the sign and show the model a zero.
+    """
+    bits = bits_of(value)
+    rounded = np.int32(bits + np.int32(0x8000)) >> 16
+    return np.int16(rounded) if value == value else np.int16(0x7FC0)
+
+
+@kernel
+def split_master(master: Any, hi: Any, lo: Any) -> None:
+    """Split a float32 `master` into `hi` and `lo` (int16 bits), all 1-d of one length."""
+    for i in range(hi.size):
+        hi[i] = nearest_hi(master[i])
+        lo[i] = np.int16(bits_of(master[i])) if master[i] == master[i] else np.int16(0)
+
+
+@kernel
+def join_master(hi: Any, lo: Any, master: Any) -> None:
+    """The inverse of `split_master`, exact."""
+    for i in range(hi.size):
+        master[i] = join(hi[i], lo[i])
+
+
+@kernel
+def overflow_mark(value: Any) -> Any:
+    """An int32 that is negative if and only if a float32 is infinite or NaN.
+
+    An exponent of all ones, plus one, carries into the sign. The OR of many marks tells whether any was negative, and
+    is a reduction that vectorises at full width.
+    """
+    return np.int32((bits_of(value) & np.int32(0x7F800000)) + np.int32(0x00800000))
+
+
+@kernel
+def count_nonfinite(values: Any, factor: Any) -> int:
+    """Number of elements of `values` (int16 or int32 bits, as for `widen`) times `factor` that are not finite."""
+    count = 0
+    for i in range(values.size):
+        count += overflow_mark(widen(values[i]) * factor) < 0
+    return count
+
+
+@kernel
+def accumulate(total: Any, gradient: Any, fresh: Any) -> None:
+    """Add `gradient` (int16 or int32 bits) to the float32 `total`, or store it there if `fresh`; 1-d of one length."""
+    if fresh:
+        for i in range(total.size):
+            total[i] = widen(gradient[i])
+    else:
+        for i in range(total.size):
+            total[i] = total[i] + widen(gradient[i])
