@@ -1,0 +1,67 @@
+"""Small tools for editing fx graphs that keep their metadata right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from oomc import meta, private
+
+
+def is_mutating(node: fx.Node) -> bool:
+    """Whether the node's op writes to one of its inputs."""
+    return (
+        node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    )
+
+
+def fake_mode_of(graph: fx.Graph) -> private.FakeTensorMode:
+    """The fake mode that the graph's values belong to."""
+    for node in graph.nodes:
+        val = meta.tensor(node)
+        if isinstance(val, private.FakeTensor):
+            return private.mode_of(val)
+    raise AssertionError("the graph holds no fake tensor")
+
+
+def values(tree: Any) -> Any:
+    """`tree` with every node replaced by what stands for its value."""
+    return pytree.tree_map_only(fx.Node, meta.value, tree)
+
+
+def insert_call(
+    graph: fx.Graph, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, like: fx.Node | None = None
+) -> fx.Node:
+    """Insert `op(*args, **kwargs)` at the graph's insertion point, with its fake value and the origin of `like`."""
+    kwargs = kwargs or {}
+    node = graph.call_function(op, args, kwargs)
+    with private.enable_python_dispatcher(), fake_mode_of(graph):
+        meta.set_value(node, op(*values(args), **values(kwargs)))
+    if like is not None:
+        meta.copy_origin(node, like)
+    return node
+
+
+def append_placeholder(module: fx.GraphModule, name: str, val: torch.Tensor) -> fx.Node:
+    """Add a placeholder after the last one."""
+    last = module.graph.find_nodes(op="placeholder")[-1]
+    with module.graph.inserting_after(last):
+        node = module.graph.placeholder(name)
+    meta.set_value(node, val)
+    return node
+
+
+def erase_dead(graph: fx.Graph) -> bool:
+    """Erase what nothing uses; ops that write to memory that is used stay, as do placeholders."""
+    changed = False
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("placeholder", "output") or node.users:
+            continue
+        if is_mutating(node) and any(len(n.users) > 1 or n.op == "placeholder" for n in node.all_input_nodes):
+            continue
+        graph.erase_node(node)
+        changed = True
+    return changed

@@ -1,0 +1,90 @@
+"""Typed access to what the graphs know of their nodes. Nothing else touches `node.meta` keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+VAL = "val"
+MODULES = "nn_module_stack"
+TRACE = "stack_trace"
+
+
+def value(node: fx.Node) -> Any:
+    """The fake tensor, symbolic or plain number (or tuple of these) that stands for the node's value."""
+    return node.meta.get(VAL)
+
+
+def set_value(node: fx.Node, val: Any) -> None:
+    """Record what stands for the node's value."""
+    node.meta[VAL] = val
+
+
+def tensor(node: fx.Node) -> torch.Tensor | None:
+    """The fake tensor of a node with one tensor as its value, else None."""
+    val = node.meta.get(VAL)
+    return val if isinstance(val, torch.Tensor) else None
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether the node's value is a number (a size or what is computed from sizes), not a tensor."""
+    return isinstance(node.meta.get(VAL), int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def modules(node: fx.Node) -> tuple[str, ...]:
+    """Fully qualified names of the modules that the node was traced in, outermost first; '' is the model itself."""
+    stack = node.meta.get(MODULES) or {}
+    return tuple(entry[0] for entry in stack.values())
+
+
+def module_calls(node: fx.Node) -> tuple[str, ...]:
+    """Like `modules`, with a suffix that tells several calls of one module apart."""
+    stack = node.meta.get(MODULES) or {}
+    names = []
+    for key, entry in stack.items():
+        call = key.rpartition("@")[2] if "@" in key else ""
+        names.append(entry[0] + ("@" + call if call else ""))
+    return tuple(names)
+
+
+def source(node: fx.Node) -> str:
+    """The user's own source line that the node came from, or ''."""
+    lines = (node.meta.get(TRACE) or "").strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+def copy_origin(new: fx.Node, old: fx.Node) -> None:
+    """Say that `new` stands where `old` stood in the user's model."""
+    for key in (MODULES, TRACE, "source_fn_stack", "torch_fn"):
+        if key in old.meta:
+            new.meta[key] = old.meta[key]
+
+
+@dataclass(frozen=True)
+class StepNote:
+    """Where a node of the step graph comes from.
+
+    Attributes:
+        phase: `forward`, `recompute`, `backward` or ''.
+        block: the block's index, or -1.
+        workset: the workset's name, or ''.
+        source: name of the forward graph's value that this one is (or whose gradient it is), or ''.
+    """
+
+    phase: str = ""
+    block: int = -1
+    workset: str = ""
+    source: str = ""
+
+
+def note(node: fx.Node) -> StepNote:
+    """Where a node of the step graph comes from."""
+    return node.meta.get("oomc", StepNote())  # type: ignore[no-any-return]
+
+
+def set_note(node: fx.Node, step_note: StepNote) -> None:
+    """Record where a node of the step graph comes from."""
+    node.meta["oomc"] = step_note

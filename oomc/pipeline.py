@@ -1,0 +1,127 @@
+"""The pipeline: its passes in order, and what runs them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from oomc.errors import BudgetError
+from oomc.passes.assemble import Assemble
+from oomc.passes.canonicalize import Canonicalize
+from oomc.passes.choose_residency import CANDIDATES, Candidate, ChooseResidency
+from oomc.passes.differentiate import Differentiate
+from oomc.passes.insert_offload import InsertOffload
+from oomc.passes.insert_prefetch import InsertPrefetch
+from oomc.passes.insert_recompute import InsertRecompute
+from oomc.passes.insert_updates import InsertUpdates
+from oomc.passes.lower import Lower
+from oomc.passes.partition_worksets import PartitionWorksets
+from oomc.passes.rewrite_attention import RewriteAttention
+from oomc.passes.rewrite_experts import RewriteExperts
+from oomc.passes.schedule import Schedule
+from oomc.plan import Budget
+from oomc.program import Pass, Program
+from oomc.simulate import Profiler, Projection, project
+
+Observer = Callable[[str, Program], None]
+"""Called with a pass's name and the program after it."""
+
+MODEL_PASSES: tuple[Pass, ...] = (
+    Canonicalize(),
+    RewriteAttention(),
+    RewriteExperts(),
+    PartitionWorksets(),
+    Differentiate(),
+    Assemble(),
+)
+"""From the forward graph to the bare step graph: once for a model."""
+
+
+def step_passes(choose: ChooseResidency) -> tuple[Pass, ...]:
+    """From the bare step graph to the scheduled one: once for a plan."""
+    return (choose, InsertRecompute(), InsertOffload(), InsertPrefetch(), InsertUpdates(), Schedule())
+
+
+def run_passes(
+    program: Program, passes: Sequence[Pass], observe: Observer | None = None, verify: bool = False
+) -> Program:
+    """Run passes in order; with `verify`, check each stage's invariants, and that passes tell truly what they changed."""
+    from oomc.printer import print_program
+    from oomc.verify import verify_program
+
+    for each in passes:
+        before = print_program(program) if verify else ""
+        result = each(program)
+        program = result.program
+        if verify:
+            changed = print_program(program) != before
+            assert result.modified or not changed, f"{each.name} changed the graph and says that it did not"
+            verify_program(program, after=each.name)
+        if observe is not None:
+            observe(each.name, program)
+    return program
+
+
+def with_plan(
+    bare: Program, choose: ChooseResidency, observe: Observer | None = None, verify: bool = False
+) -> Program:
+    """A copy of the program whose step graph is scheduled by a plan; `bare` stays as it is."""
+    assert bare.step is not None
+    graph = fx.Graph()
+    output = graph.graph_copy(bare.step.graph, mapping := {})
+    graph.output(output)
+    for old, new in mapping.items():
+        new.meta = copy.copy(old.meta)
+    program = replace(bare, step=fx.GraphModule(torch.nn.Module(), graph, class_name="Step"), plan=None)
+    return run_passes(program, step_passes(choose), observe, verify)
+
+
+def plan_step(
+    bare: Program, profiler: Profiler, sizes: tuple[int, int], allowed: int | None, budget: Budget,
+    *, accumulate: bool = False, candidates: Sequence[Candidate] = CANDIDATES, verify: bool = False,
+) -> tuple[Program, Projection]:  # fmt: skip
+    """The first candidate plan whose projected device peak is within `allowed` bytes, and its scheduled program.
+
+    Raises:
+        BudgetError: none is; names the smallest budget that would do.
+    """
+    least: tuple[Program, Projection] | None = None
+    for candidate in candidates:
+        choose = ChooseResidency(sizes, budget, candidate, accumulate)
+        program = with_plan(bare, choose, verify=verify)
+        projection = project(program, profiler)
+        if allowed is None or projection.peak <= allowed:
+            return program, projection
+        if least is None or projection.peak < least[1].peak:
+            least = program, projection
+    assert least is not None and allowed is not None
+    raise BudgetError(explain_shortage(*least, allowed, sizes), smallest_device=least[1].peak)
+
+
+def explain_shortage(program: Program, projection: Projection, allowed: int, sizes: tuple[int, int]) -> str:
+    """What the most frugal plan needs, as a table."""
+    from tabulate import tabulate
+
+    assert program.plan is not None
+    rows = [
+        ("weights in flight (slots)", sum(program.plan.slots)),
+        ("buffers, constants, inputs", projection.fixed - sum(program.plan.slots)),
+        (f"values and temporaries at {projection.at}", projection.peak - projection.fixed),
+        ("needed", projection.peak),
+        ("allowed", allowed),
+    ]
+    table = tabulate([(n, f"{b / 2**20:,.1f} MiB") for n, b in rows], colalign=("left", "right"), tablefmt="plain")
+    return (
+        f"a step of batch {sizes[0]} x {sizes[1]} does not fit the device budget:\n{table}\n"
+        f"The smallest device budget that works for this batch is {projection.peak} bytes "
+        f"({projection.peak / 2**20:,.1f} MiB). Raise the budget, or make the batch or the sequence smaller"
+    )
+
+
+def lower(program: Program, backend: str) -> Program:
+    """Compile what the step uses."""
+    return run_passes(program, (Lower(backend),))

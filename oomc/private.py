@@ -1,0 +1,51 @@
+"""Every private torch API that oomc needs, in one place; tests/test_private.py fails when torch changes one.
+
+What each is for, and the public thing it could become, stands with it.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+__all__ = ["FakeTensor", "FakeTensorMode", "expression", "fake_mode", "mode_of", "trace", "user_frame"]
+
+
+def fake_mode(symbolic: bool = True) -> FakeTensorMode:
+    """Fake tensors, with symbolic sizes if asked."""
+    return FakeTensorMode(shape_env=ShapeEnv() if symbolic else None, allow_non_fake_inputs=True)
+
+
+def mode_of(tensor: torch.Tensor) -> FakeTensorMode:
+    """The mode that a fake tensor belongs to."""
+    assert isinstance(tensor, FakeTensor)
+    return tensor.fake_mode
+
+
+def expression(size: Any) -> Any:
+    """The sympy expression of a symbolic number, or the plain number itself."""
+    node = getattr(size, "node", None)
+    return size if node is None else node.expr
+
+
+def trace(function: Callable[..., Any], args: list[Any], mode: FakeTensorMode) -> torch.fx.GraphModule:
+    """Trace `function` on fake tensors (and symbolic ints) into a functional graph of ATen ops below autograd."""
+    with mode, enable_python_dispatcher():
+        functional = dispatch_functionalize(function, FunctionalTensorMode())
+        return make_fx(functional, tracing_mode="real", _allow_non_fake_inputs=True)(*args)
+
+
+def user_frame(error: BaseException) -> str:
+    """`file:line: source` of the innermost frame of `error` outside torch and oomc, or ''."""
+    skip = (f"{torch.__path__[0]}/", f"{__file__.rpartition('/')[0]}/")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(skip)]
+    inner = [f for f in frames if "site-packages/sympy" not in f.filename and not f.filename.startswith("<")]
+    return f"{inner[-1].filename}:{inner[-1].lineno}: {inner[-1].line}" if inner else ""

@@ -1,0 +1,229 @@
+"""Project the device memory of a step graph: run its forms on fake tensors, and follow what lives through the step.
+
+Each form's graph runs once for each batch shape under the same meter that measures real steps, on fake tensors of
+the real sizes, so that every temporary is counted and nothing is allocated. The step is then walked node by node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from oomc import meta, private, steps
+from oomc.program import Program
+from oomc.runtime.compute import run_chunks
+from oomc.runtime.meter import Meter
+from oomc.worksets import Form
+
+GRANULE = 512
+"""Bytes to which the CUDA allocator rounds, and an upper bound of the CPU's rounding."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result of a form: memory of its own (`storage` numbers it), or that of an argument."""
+
+    nbytes: int
+    storage: int = -1
+    argument: int = -1
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What running a form takes: most bytes at once beyond its arguments, and its results (None: no tensor)."""
+
+    peak: int
+    outputs: tuple[Output | None, ...]
+
+
+@dataclass
+class Profiler:
+    """Profiles forms for concrete sizes, each once."""
+
+    program: Program
+    known: dict[tuple[Any, ...], Profile] = field(default_factory=dict)
+
+    def profile(self, form: str, variant: str, sizes: tuple[int, int], chunk: tuple[int, int] | None) -> Profile:
+        """The profile of a form's graph for a batch of `sizes`, run in `chunk`s if given."""
+        key = (form, variant, sizes, chunk)
+        if key not in self.known:
+            self.known[key] = self._run(self.program.forms[form], variant, sizes, chunk)
+        return self.known[key]
+
+    def _run(self, form: Form, variant: str, sizes: tuple[int, int], chunk: tuple[int, int] | None) -> Profile:
+        graph: fx.GraphModule = getattr(form, variant)
+        mode = private.fake_mode(symbolic=False)
+        with mode:
+            args = [self.concrete(meta.value(n), sizes) for n in graph.graph.find_nodes(op="placeholder")]
+        owner = {a.untyped_storage()._cdata: i for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
+        with mode, Meter() as meter, torch.no_grad():
+            if chunk is None:
+                results: Sequence[Any] = graph(*args)
+            else:
+                results = run_chunks(form, variant, graph, chunk, args)
+            peak = meter.peak
+        outputs: list[Output | None] = []
+        numbers: dict[int, int] = {}
+        for result in results:
+            if not isinstance(result, torch.Tensor):
+                outputs.append(None)
+                continue
+            storage = result.untyped_storage()
+            if storage._cdata in owner:
+                outputs.append(Output(0, argument=owner[storage._cdata]))
+            else:
+                number = numbers.setdefault(storage._cdata, len(numbers))
+                outputs.append(Output(storage.nbytes(), storage=number))
+        return Profile(peak, tuple(outputs))
+
+    def concrete(self, val: Any, sizes: tuple[int, int]) -> Any:
+        """A value's fake tensor with symbolic sizes replaced by numbers (call under a fake mode)."""
+        if isinstance(val, torch.Tensor):
+            shape = [self.number(s, sizes) for s in val.shape]
+            stride = [self.number(s, sizes) for s in val.stride()]
+            return torch.empty_strided(shape, stride, dtype=val.dtype, device=val.device)
+        return self.number(val, sizes)
+
+    def number(self, size: Any, sizes: tuple[int, int]) -> Any:
+        """A symbolic number's value for a batch of `sizes`."""
+        expr = private.expression(size)
+        if isinstance(expr, int | float | bool):
+            return expr
+        symbols = self.program.notes["symbols"]
+        known = {s: v for s, v in ((symbols.batch, sizes[0]), (symbols.sequence, sizes[1])) if s is not None}
+        return int(expr.subs(known))
+
+
+@dataclass
+class Projection:
+    """The projected device memory of one step.
+
+    Attributes:
+        peak: most bytes at once: slots, resident tensors, inputs, values and temporaries.
+        at: name of the node at which the peak occurs.
+        fixed: bytes of slots and resident tensors and inputs, in `peak` throughout.
+        live: bytes of values alive after each node.
+        during: most bytes (fixed included) during each node.
+    """
+
+    peak: int
+    at: str
+    fixed: int
+    live: dict[str, int]
+    during: dict[str, int]
+
+
+def nbytes(val: Any, number: Any = int) -> int:
+    """Bytes of a (fake) tensor's elements."""
+    if not isinstance(val, torch.Tensor):
+        return 0
+    count = val.element_size()
+    for size in val.shape:
+        count *= number(size)
+    return count
+
+
+def project(program: Program, profiler: Profiler) -> Projection:
+    """Walk the scheduled step graph and add up what lives on the device."""
+    assert program.step is not None and program.plan is not None
+    return _Walk(program, profiler).run()
+
+
+class _Walk:
+    def __init__(self, program: Program, profiler: Profiler) -> None:
+        assert program.step is not None and program.plan is not None
+        self.program, self.profiler, self.plan = program, profiler, program.plan
+        self.graph = program.step.graph
+        self.sizes = self.plan.sizes
+        self.bytes: dict[Any, int] = {}
+        self.storages: dict[fx.Node, tuple[Any, ...]] = {}
+        self.parts: dict[fx.Node, list[Any]] = {}
+        self.holders: dict[Any, int] = {}
+
+    def run(self) -> Projection:
+        fixed = sum(self.plan.slots) + self._resident_bytes()
+        last_use = self._last_uses()
+        live_bytes, peak, at = 0, fixed, "start"
+        live: dict[str, int] = {}
+        during: dict[str, int] = {}
+        for node in self.graph.nodes:
+            transient = self._execute(node)
+            for storage in self.storages.get(node, ()):
+                if self.holders.get(storage, 0) == 0:
+                    live_bytes += self.bytes[storage]
+                self.holders[storage] = self.holders.get(storage, 0) + 1
+            before = live_bytes - sum(self.bytes[s] for s in self.storages.get(node, ()) if self.holders[s] == 1)
+            during[node.name] = fixed + max(before + transient, live_bytes)
+            if during[node.name] > peak:
+                peak, at = during[node.name], node.name
+            for dead in last_use.get(node, ()):
+                for storage in self.storages.get(dead, ()):
+                    self.holders[storage] -= 1
+                    if self.holders[storage] == 0:
+                        live_bytes -= self.bytes[storage]
+            live[node.name] = live_bytes
+        return Projection(peak, at, fixed, live, during)
+
+    def _resident_bytes(self) -> int:
+        total = 0
+        for node, spec in zip(
+            self.program.forward.graph.find_nodes(op="placeholder"), self.program.inputs, strict=True
+        ):
+            if spec.kind != "parameter":
+                total += self._round(nbytes(meta.value(node), lambda s: self.profiler.number(s, self.sizes)))
+        return total + GRANULE * len(self.program.blocks)
+
+    @staticmethod
+    def _round(count: int) -> int:
+        return -(-count // GRANULE) * GRANULE
+
+    def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
+        """For each node, the values that die with it. Offloaded gradients live until their copy is retired."""
+        position = {n: i for i, n in enumerate(self.graph.nodes)}
+        retired = {n.args[1]: n for n in self.graph.nodes if n.target is steps.retire}
+        dead: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.graph.nodes:
+            ends = [retired.get(u, u) for u in node.users]
+            last = max(ends, key=lambda n: position[n]) if ends else node
+            dead.setdefault(last, []).append(node)
+        return dead
+
+    def _execute(self, node: fx.Node) -> int:
+        """Note the storages of the node's values; returns the most bytes it takes while it runs."""
+        if node.target in steps.COMPUTE:
+            return self._compute(node)
+        if node.target in (steps.add, steps.ones_like, steps.zeros_like):
+            size = self._round(nbytes(meta.value(node), lambda s: self.profiler.number(s, self.sizes)))
+            self.bytes[node] = size
+            self.storages[node] = (node,)
+            return size
+        source = node.args[0] if node.args else None
+        if isinstance(source, fx.Node) and source in self.parts and "getitem" in str(node.target):
+            storage = self.parts[source][node.args[1]]  # type: ignore[index]
+            self.storages[node] = () if storage is None else storage
+        return 0
+
+    def _compute(self, node: fx.Node) -> int:
+        chunked = node.target is steps.run_chunks
+        form, variant = str(node.args[1]), str(node.args[2])
+        chunk = node.args[3] if chunked else None
+        args = node.args[4:] if chunked else node.args[3:]
+        profile = self.profiler.profile(form, variant, self.sizes, chunk)  # type: ignore[arg-type]
+        parts: list[Any] = []
+        for out in profile.outputs:
+            if out is None:
+                parts.append(None)
+            elif out.argument >= 0:
+                source = args[out.argument]
+                parts.append(self.storages.get(source, ()) if isinstance(source, fx.Node) else ())
+            else:
+                storage = (node, out.storage)
+                self.bytes[storage] = self._round(out.nbytes)
+                parts.append((storage,))
+        self.parts[node] = parts
+        self.storages[node] = tuple(s for p in parts if p for s in p)
+        return self._round(profile.peak)

@@ -1,0 +1,201 @@
+"""differentiate: give each form its forward, recompute and backward graphs.
+
+A form's joint graph (outputs and gradients from inputs and tangents) is traced once, with `torch.autograd.grad`
+inside, and cut by plain subgraph extraction. The backward recomputes what it needs from the form's inputs. What must
+not be computed twice (top-k, sort, routing) is saved by the first forward and handed to the recompute and the
+backward; results of fences (attention) are taken from the forward's outputs.
+
+Before, a form as captured:
+
+    %h = aten.linear(%x, %w)
+    %y = aten.relu(%h)
+    return (%y)
+
+After:
+
+    forward    (%w, %x)     : aten.t, aten.mm, aten.relu       -> (%y)
+    backward   (%w, %x, %dy): aten.mm, aten.relu, ..., aten.mm -> (%dw, %dx)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from oomc import meta, ops, private
+from oomc.errors import CaptureError
+from oomc.fxutil import fake_mode_of
+from oomc.program import PassResult, Program
+from oomc.worksets import Form
+
+aten = torch.ops.aten
+Source = tuple[Literal["input", "output", "saved"], int]
+
+
+@dataclass(frozen=True)
+class Differentiate:
+    """See the module's docstring."""
+
+    name: str = "differentiate"
+
+    def __call__(self, program: Program) -> PassResult:
+        placeholders = program.forward.graph.find_nodes(op="placeholder")
+        wanted = {n for n, spec in zip(placeholders, program.inputs, strict=True) if spec.trainable}
+        forms: dict[tuple[str, tuple[bool, ...]], Form] = {}
+        for workset in (w for b in program.blocks for w in b.worksets):
+            flags = tuple(source in wanted for source in workset.inputs)
+            key = (workset.form, flags)
+            if key not in forms:
+                twins = sum(known == workset.form for known, _ in forms)
+                name = workset.form if not twins else f"{workset.form}.{twins}"
+                forms[key] = differentiate(program.forms[workset.form], flags, name)
+            form = forms[key]
+            workset.form = form.key
+            wanted |= {n for n, d in zip(workset.outputs, form.differentiable, strict=True) if d}
+        (output,) = program.forward.graph.find_nodes(op="output")
+        loss = output.args[0][0]  # type: ignore[index]
+        if loss not in wanted:
+            raise CaptureError(
+                "the loss does not depend on any trainable parameter: check requires_grad, and that forward is not "
+                "run under torch.no_grad()"
+            )
+        program.forms = {form.key: form for form in forms.values()}
+        return PassResult(program, True)
+
+
+def differentiate(form: Form, flags: tuple[bool, ...], key: str) -> Form:
+    """The form with its graphs, for inputs of which those flagged require a gradient."""
+    graph = form.traced.graph
+    args = [meta.value(n) for n in graph.find_nodes(op="placeholder")]
+    mode = fake_mode_of(graph)
+    count = len(args)
+    differentiable: list[bool] = []
+
+    def run(inputs: list[Any]) -> tuple[list[Any], list[Any]]:
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() if flag else x for x, flag in zip(inputs, flags, strict=True)]
+            outputs = list(fx.Interpreter(form.traced).run(*leaves))
+        return leaves, outputs
+
+    def probe(*inputs: Any) -> list[Any]:
+        leaves, outputs = run(list(inputs))
+        del leaves
+        differentiable[:] = [isinstance(o, torch.Tensor) and o.requires_grad for o in outputs]
+        return [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs]
+
+    def joint(*flat: Any) -> list[Any]:
+        leaves, outputs = run(list(flat[:count]))
+        ends = [o for o, d in zip(outputs, differentiable, strict=True) if d]
+        starts = [x for x, flag in zip(leaves, flags, strict=True) if flag]
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(ends, starts, list(flat[count:]), allow_unused=True)
+        return [*(o.detach() for o in outputs), *gradients]
+
+    traced = private.trace(probe, args, mode)
+    (output,) = traced.graph.find_nodes(op="output")
+    if any(differentiable):
+        ends = [meta.value(n) for n, d in zip(output.args[0], differentiable, strict=True) if d]
+        with mode:
+            tangents = [torch.empty_like(e, memory_format=torch.contiguous_format) for e in ends]
+        traced = private.trace(joint, args + tangents, mode)
+    simplify(traced.graph)
+    return _cut(form, traced, flags, tuple(differentiable), key)
+
+
+def _cut(
+    form: Form, traced: fx.GraphModule, flags: tuple[bool, ...], differentiable: tuple[bool, ...], key: str
+) -> Form:
+    placeholders = traced.graph.find_nodes(op="placeholder")
+    primals, tangents = placeholders[: len(flags)], placeholders[len(flags) :]
+    (output,) = traced.graph.find_nodes(op="output")
+    results = list(output.args[0])  # type: ignore[arg-type]
+    outputs, gradients = results[: len(differentiable)], results[len(differentiable) :]
+
+    def keep(node: fx.Node) -> bool:
+        return is_never_recomputed(node) and isinstance(meta.value(node), torch.Tensor)
+
+    given = {n for n in outputs if isinstance(n, fx.Node) and _is_fence_result(n)}
+    saved = [n for n in traced.graph.nodes if keep(n) and n not in given]
+    reached = closure([g for g in gradients if g is not None], {*saved, *given}) | closure(outputs, set(saved))
+    saved = [n for n in saved if n in reached]
+    inputs = tuple(replace(i, requires_grad=f) for i, f in zip(form.inputs, flags, strict=True))
+    new = replace(form, key=key, inputs=inputs, differentiable=differentiable, saved=len(saved))
+    new.forward = subgraph(traced, primals, [*outputs, *saved])
+    new.recompute = subgraph(traced, [*primals, *saved], outputs)
+    if not tangents:
+        return new
+    available: dict[fx.Node, Source] = {n: ("input", i) for i, n in enumerate(primals)}
+    available |= {n: ("saved", i) for i, n in enumerate(saved)}
+    available |= {n: ("output", i) for i, n in enumerate(outputs) if n in given}
+    needed = closure([g for g in gradients if g is not None], set(available) | set(tangents))
+    takes = [n for n in available if n in needed]
+    new.backward = subgraph(traced, [*takes, *tangents], gradients)
+    new.backward_takes = tuple(available[n] for n in takes)
+    new.tangents = tuple(i for i, d in enumerate(differentiable) if d)
+    new.gradients = tuple(i for i, f in enumerate(flags) if f)
+    return new
+
+
+def is_never_recomputed(node: fx.Node) -> bool:
+    """Whether the node's value is the result of an op that may not run twice (or one part of it)."""
+    if node.target in ops.NEVER_RECOMPUTE:
+        return True
+    source = node.args[0] if node.args else None
+    return "getitem" in str(node.target) and isinstance(source, fx.Node) and source.target in ops.NEVER_RECOMPUTE
+
+
+def _is_fence_result(node: fx.Node) -> bool:
+    source = node.args[0] if node.args else None
+    return node.target in ops.FENCES or (
+        "getitem" in str(node.target) and isinstance(source, fx.Node) and source.target in ops.FENCES
+    )
+
+
+def closure(ends: Iterable[Any], stops: set[fx.Node]) -> set[fx.Node]:
+    """All nodes that `ends` depend on, not looking behind `stops`."""
+    seen: set[fx.Node] = set()
+    frontier = [n for n in ends if isinstance(n, fx.Node)]
+    while frontier:
+        node = frontier.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node not in stops:
+            frontier.extend(node.all_input_nodes)
+    return seen
+
+
+def subgraph(module: fx.GraphModule, inputs: list[fx.Node], outputs: list[Any]) -> fx.GraphModule:
+    """The part of the graph that computes `outputs` from `inputs`, as a module of its own."""
+    needed = closure(outputs, set(inputs))
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for index, node in enumerate(inputs):
+        mapping[node] = graph.placeholder(f"arg{index}_{node.name}")
+        mapping[node].meta = dict(node.meta)
+    for node in module.graph.nodes:
+        if node in needed and node not in mapping:
+            assert node.op != "placeholder", f"{node} is no input of the subgraph"
+            mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+    graph.output(tuple(mapping[n] if isinstance(n, fx.Node) else n for n in outputs))
+    constants = {str(n.target): getattr(module, str(n.target)) for n in graph.find_nodes(op="get_attr")}
+    return fx.GraphModule(constants or torch.nn.Module(), graph)
+
+
+def simplify(graph: fx.Graph) -> None:
+    """Drop aliases; let views of values whose strides differ at run time copy instead of fail."""
+    dropped = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
+    reshaped = {aten.view.default, aten._unsafe_view.default}
+    for node in list(graph.nodes):
+        if node.target in dropped:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif node.target in reshaped:
+            node.target = aten.reshape.default
+    graph.eliminate_dead_code()
+
+

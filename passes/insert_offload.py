@@ -1,0 +1,46 @@
+"""insert_offload: gradients leave the device for the host.
+
+Each contribution to a slab's gradients becomes a copy on the d2h lane, and a point at which the compute lane waits
+for it and the device memory is free again. A slab with several contributions in one step (tied weights), and every
+slab of a micro-batch that is only accumulated, is summed on the host.
+
+Before:
+
+    gradients('layers.0', ('layers.0.w',), (%d_w,))
+
+After:
+
+    %copy = offload('layers.0', ('layers.0.w',), (%d_w,), False)
+    retire(%copy)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from oomc import meta, steps
+from oomc.program import PassResult, Program
+
+
+@dataclass(frozen=True)
+class InsertOffload:
+    """See the module's docstring."""
+
+    name: str = "insert_offload"
+
+    def __call__(self, program: Program) -> PassResult:
+        assert program.step is not None and program.plan is not None
+        graph = program.step.graph
+        sinks = graph.find_nodes(op="call_function", target=steps.gradients)
+        contributions = Counter(n.args[1] for n in sinks)
+        for node in sinks:
+            rt, slab, names, grads = node.args
+            accumulate = program.plan.accumulate or contributions[slab] > 1
+            with graph.inserting_before(node):
+                copy = graph.call_function(steps.offload, (rt, slab, names, grads, accumulate))
+                retire = graph.call_function(steps.retire, (rt, copy))
+            for new in (copy, retire):
+                meta.set_note(new, meta.note(node))
+            graph.erase_node(node)
+        return PassResult(program, bool(sinks))

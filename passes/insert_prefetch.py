@@ -1,0 +1,86 @@
+"""insert_prefetch: weights come from the host where they are used, and go when they are not.
+
+Every stretch of use of a slab gets a fetch, a wait and a release. Two stretches are one where no other slab comes
+into use between them. The fetch stands right before its wait: schedule moves it ahead.
+
+Before:
+
+    %w = weights('layers.0')
+    %h1, = run('form_b', 'forward', %w[0], %h0)
+
+After:
+
+    %fetch = fetch('layers.0', -1)
+    %w = wait(%fetch)
+    %h1, = run('form_b', 'forward', %w[0], %h0)
+    release(%fetch)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from oomc import meta, steps
+from oomc.program import PassResult, Program
+
+
+@dataclass
+class Stretch:
+    """A run of the step graph in which a slab is on the device: its `weights` nodes and the first and last use."""
+
+    slab: str
+    holders: list[fx.Node]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class InsertPrefetch:
+    """See the module's docstring."""
+
+    name: str = "insert_prefetch"
+
+    def __call__(self, program: Program) -> PassResult:
+        assert program.step is not None
+        graph = program.step.graph
+        found = stretches(graph)
+        nodes = list(graph.nodes)
+        for stretch in found:
+            first, last, holder = nodes[stretch.start], nodes[stretch.end], stretch.holders[0]
+            rt = holder.args[0]
+            with graph.inserting_before(first):
+                fetch = graph.call_function(steps.fetch, (rt, stretch.slab, -1))
+                wait = graph.create_node("call_function", steps.wait, (rt, fetch), name=f"w_{fetch.name}")
+            with graph.inserting_after(last):
+                release = graph.call_function(steps.release, (rt, fetch))
+            for new, near in ((fetch, first), (wait, first), (release, last)):
+                meta.set_note(new, meta.note(near))
+            for old in stretch.holders:
+                for part in list(old.users):
+                    part.replace_input_with(old, wait)
+                    if len(stretch.holders) > 1 or part.prev is not wait:
+                        wait.append(part)
+                graph.erase_node(old)
+        return PassResult(program, bool(found))
+
+
+def stretches(graph: fx.Graph) -> list[Stretch]:
+    """The stretches of use of all slabs, ordered by their beginning."""
+    position = {n: i for i, n in enumerate(graph.nodes)}
+    found: list[Stretch] = []
+    for holder in graph.find_nodes(op="call_function", target=steps.weights):
+        uses = [position[u] for part in holder.users for u in part.users]
+        found.append(Stretch(str(holder.args[1]), [holder], min(uses), max(uses)))
+    found.sort(key=lambda s: s.start)
+    merged: list[Stretch] = []
+    for stretch in found:
+        before = next((s for s in reversed(merged) if s.slab == stretch.slab), None)
+        between = [s for s in found if before and s.slab != stretch.slab and before.end < s.start < stretch.start]
+        if before is not None and not between:
+            before.holders += stretch.holders
+            before.end = max(before.end, stretch.end)
+        else:
+            merged.append(stretch)
+    return merged

@@ -1,0 +1,114 @@
+"""insert_recompute: run forward worksets again where the plan says that their results are not kept.
+
+Only reads the plan: every value whose residency is `recompute` and that the backward uses is computed again right
+before its block's backward, from what is kept; results that may not be computed twice are handed in as saved.
+
+Before:
+
+    %q, %k = run('form_b', 'forward', %w, %h0)
+    ...
+    %d_h0, = run('form_b', 'backward', %q, %k, %d_h1)
+
+After:
+
+    %q, %k = run('form_b', 'forward', %w, %h0)
+    ...
+    %q_1, %k_1 = run('form_b', 'recompute', %w, %h0)
+    %d_h0, = run('form_b', 'backward', %q_1, %k_1, %d_h1)
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from oomc import meta, steps
+from oomc.program import PassResult, Program
+
+
+@dataclass(frozen=True)
+class InsertRecompute:
+    """See the module's docstring."""
+
+    name: str = "insert_recompute"
+
+    def __call__(self, program: Program) -> PassResult:
+        assert program.step is not None and program.plan is not None
+        again = {name for name, where in program.plan.residency.items() if where == "recompute"}
+        changed = False
+        for block in range(len(program.blocks)):
+            changed |= _Recompute(program, block, again).insert()
+        return PassResult(program, changed)
+
+
+class _Recompute:
+    def __init__(self, program: Program, block: int, again: set[str]) -> None:
+        assert program.step is not None
+        self.program, self.block, self.again = program, block, again
+        self.graph = program.step.graph
+        mine = [n for n in self.graph.nodes if meta.note(n).block == block]
+        self.backward = [n for n in mine if n.target in steps.COMPUTE and meta.note(n).phase == "backward"]
+        self.weights = {n.args[1]: n for n in mine if n.target is steps.weights and meta.note(n).phase == "backward"}
+        self.copies: dict[fx.Node, fx.Node] = {}
+
+    def insert(self) -> bool:
+        """Recompute what this block's backward needs; whether there was anything."""
+        needed = {a for n in self.backward for a in n.all_input_nodes if self._is_recomputed(a)}
+        if not needed:
+            return False
+        first = self.backward[0]
+        for holder in self.weights.values():
+            first.prepend(holder)
+        order = {n: i for i, n in enumerate(self.graph.nodes)}
+        with self.graph.inserting_before(first):
+            for value in sorted(needed, key=lambda n: order[n]):
+                self._again(value)
+        for node in self.backward:
+            for value in needed:
+                node.replace_input_with(value, self.copies[value])
+        return True
+
+    def _is_recomputed(self, node: fx.Node) -> bool:
+        note = meta.note(node)
+        return note.phase == "forward" and note.source in self.again and node.target is operator.getitem
+
+    def _again(self, value: fx.Node) -> fx.Node:
+        if value in self.copies:
+            return self.copies[value]
+        run, index = value.args
+        assert isinstance(run, fx.Node) and isinstance(index, int)
+        if run not in self.copies:
+            self.copies[run] = self._rerun(run)
+        self.copies[value] = self._part(self.copies[run], index, value)
+        return self.copies[value]
+
+    def _rerun(self, run: fx.Node) -> fx.Node:
+        rt, form, _, *args = run.args
+        note = meta.note(run)
+        saved = [n for n in run.users if meta.note(n).source.startswith(f"{note.workset}:saved.")]
+        saved.sort(key=lambda n: n.args[1])  # type: ignore[arg-type, return-value]
+        new_args = tuple(self._argument(a) if isinstance(a, fx.Node) else a for a in args)
+        node = self.graph.call_function(run.target, (rt, form, "recompute", *new_args, *saved))  # type: ignore[arg-type]
+        meta.set_value(node, meta.value(run)[: len(meta.value(run)) - len(saved)])
+        meta.set_note(node, replace(note, phase="recompute"))
+        return node
+
+    def _argument(self, node: fx.Node) -> fx.Node:
+        if self._is_recomputed(node) and meta.note(node).block == self.block:
+            return self._again(node)
+        source = node.args[0] if node.args else None
+        if isinstance(source, fx.Node) and source.target is steps.weights:
+            slab = str(source.args[1])
+            if slab not in self.weights:
+                self.weights[slab] = self.graph.call_function(steps.weights, source.args)
+                meta.set_note(self.weights[slab], replace(meta.note(source), phase="backward"))
+            return self._part(self.weights[slab], node.args[1], node)  # type: ignore[arg-type]
+        return node
+
+    def _part(self, holder: fx.Node, index: int, like: fx.Node) -> fx.Node:
+        part = self.graph.call_function(operator.getitem, (holder, index))
+        meta.set_value(part, meta.value(like))
+        meta.set_note(part, replace(meta.note(like), phase=meta.note(holder).phase))
+        return part

@@ -1,0 +1,59 @@
+"""insert_updates: each slab is updated once, after all of its gradient has arrived, and fetched only after that.
+
+The update follows the slab's last offload on the host lane and nothing waits for it in this step; the slab's first
+fetch of the next step does.
+
+Before:
+
+    %fetch = fetch('layers.0', 0)
+    ...
+    %copy = offload('layers.0', ...)
+
+After:
+
+    await_update('layers.0')
+    %fetch = fetch('layers.0', 0)
+    ...
+    %copy = offload('layers.0', ...)
+    update('layers.0', [%copy], False)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from torch import fx
+
+from oomc import meta, steps
+from oomc.program import PassResult, Program
+
+
+@dataclass(frozen=True)
+class InsertUpdates:
+    """See the module's docstring."""
+
+    name: str = "insert_updates"
+
+    def __call__(self, program: Program) -> PassResult:
+        assert program.step is not None and program.plan is not None
+        graph = program.step.graph
+        copies: dict[str, list[fx.Node]] = defaultdict(list)
+        for node in graph.find_nodes(op="call_function", target=steps.offload):
+            copies[str(node.args[1])].append(node)
+        if not program.plan.accumulate:
+            for slab, nodes in copies.items():
+                with graph.inserting_after(nodes[-1]):
+                    update = graph.call_function(
+                        steps.update, (nodes[0].args[0], slab, tuple(nodes), nodes[0].args[4])
+                    )
+                meta.set_note(update, meta.note(nodes[-1]))
+        awaited: set[str] = set()
+        for node in graph.find_nodes(op="call_function", target=steps.fetch):
+            slab = str(node.args[1])
+            if slab in copies and slab not in awaited:
+                awaited.add(slab)
+                with graph.inserting_before(node):
+                    wait = graph.call_function(steps.await_update, (node.args[0], slab))
+                meta.set_note(wait, meta.note(node))
+        return PassResult(program, bool(copies))

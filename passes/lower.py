@@ -1,0 +1,52 @@
+"""lower: unique forms become callables, and the step graph one readable Python module.
+
+With `backend="eager"` a form's graph runs op by op, with exactly the memory that the plan projects; with
+`backend="inductor"` it is compiled by torch.compile, once for all batch shapes.
+
+Before, forms as graphs:
+
+    form_b.forward: %y = aten.mm(%x, %w)
+
+After, the same as callables, in `program.compiled`:
+
+    compiled['form_b', 'forward'](x, w) -> (y,)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from oomc.errors import UnsupportedError
+from oomc.program import PassResult, Program
+
+BACKENDS = ("eager", "inductor")
+
+
+@dataclass(frozen=True)
+class Lower:
+    """See the module's docstring."""
+
+    backend: str = "eager"
+    name: str = "lower"
+
+    def __call__(self, program: Program) -> PassResult:
+        if self.backend not in BACKENDS:
+            raise UnsupportedError(f"backend={self.backend!r} is not known; there are {', '.join(BACKENDS)}")
+        assert program.step is not None
+        used = {(n.args[1], n.args[2]) for n in program.step.graph.nodes if n.op == "call_function" and
+                n.target.__name__ in ("run", "run_chunks")}  # fmt: skip
+        new = sorted(key for key in used if key not in program.compiled)
+        for form, variant in new:
+            program.compiled[form, variant] = self._compile(getattr(program.forms[form], variant))
+        program.step.recompile()
+        return PassResult(program, bool(new))
+
+    def _compile(self, graph: fx.GraphModule) -> Callable[..., Any]:
+        if self.backend == "eager":
+            return graph
+        return torch.compile(graph, fullgraph=True, dynamic=True)

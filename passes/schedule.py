@@ -1,0 +1,103 @@
+"""schedule: order the lanes. Copies begin as early as the plan's memory allows, and end as late as it allows.
+
+Each fetch moves ahead by `plan.prefetch` stretches of use, into a slot that is free by then; with
+`plan.retire_late`, gradients leave the device under the next block's backward. The sizes of the slots go into the
+plan.
+
+Before (prefetch 1):
+
+    %f0 = fetch('layers.0', -1);  %w0 = wait(%f0);  run(...);  release(%f0)
+    %f1 = fetch('layers.1', -1);  %w1 = wait(%f1);  run(...);  release(%f1)
+
+After:
+
+    %f0 = fetch('layers.0', 0)
+    %f1 = fetch('layers.1', 1)
+    %w0 = wait(%f0);  run(...);  release(%f0)
+    %f2 = fetch('layers.2', 0)
+    %w1 = wait(%f1);  run(...);  release(%f1)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from oomc import meta, steps
+from oomc.program import PassResult, Program
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """See the module's docstring."""
+
+    name: str = "schedule"
+
+    def __call__(self, program: Program) -> PassResult:
+        assert program.step is not None and program.plan is not None
+        graph = program.step.graph
+        before = [n.name for n in graph.nodes]
+        prefetch_ahead(graph, program.plan.prefetch)
+        if program.plan.retire_late:
+            retire_late(graph)
+        slots = assign_slots(graph, {s.name: s.layout.weight_bytes for s in program.slabs})
+        program.plan = replace(program.plan, slots=slots)
+        graph.lint()
+        program.step.recompile()
+        return PassResult(program, bool(slots) or [n.name for n in graph.nodes] != before)
+
+
+def prefetch_ahead(graph: fx.Graph, depth: int) -> None:
+    """Move each fetch, with what it awaits, before the wait of the stretch `depth` before its own."""
+    waits = graph.find_nodes(op="call_function", target=steps.wait)
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    waits.sort(key=lambda n: order[n])
+    for index, wait in enumerate(waits):
+        fetch = wait.args[1]
+        assert isinstance(fetch, fx.Node)
+        target = waits[max(0, index - depth)]
+        if target is wait:
+            continue
+        before = fetch.prev
+        target.prepend(fetch)
+        if before.target is steps.await_update and before.args[1] == fetch.args[1]:
+            fetch.prepend(before)
+
+
+def retire_late(graph: fx.Graph) -> None:
+    """Move each wait for gradients to just before the next offload of another block."""
+    retires = graph.find_nodes(op="call_function", target=steps.retire)
+    offloads = [n.args[1] for n in retires]
+    for index, node in enumerate(retires):
+        block = meta.note(node).block
+        later = [o for o in offloads[index + 1 :] if isinstance(o, fx.Node) and meta.note(o).block != block]
+        if later:
+            later[0].prepend(node)
+
+
+def assign_slots(graph: fx.Graph, bytes_of: dict[str, int]) -> tuple[int, ...]:
+    """Give every fetch a slot that is free when it begins; returns the slots' sizes in bytes.
+
+    Best fit in program order: the smallest free slot that is large enough, else the largest free one grown, else a
+    new one.
+    """
+    sizes: list[int] = []
+    free: set[int] = set()
+    for node in graph.nodes:
+        if node.target is steps.fetch:
+            need = bytes_of[node.args[1]]
+            enough = [s for s in free if sizes[s] >= need]
+            if enough:
+                slot = min(enough, key=lambda s: (sizes[s], s))
+            elif free:
+                slot = max(free, key=lambda s: (sizes[s], -s))
+                sizes[slot] = need
+            else:
+                slot = len(sizes)
+                sizes.append(need)
+            free.discard(slot)
+            node.args = (*node.args[:2], slot)
+        elif node.target is steps.release:
+            free.add(node.args[1].args[2])
+    return tuple(sizes)
