@@ -102,6 +102,9 @@ def main() -> None:
     whole = shard(model, device, dtype, args.chunk)
     optimizer = torch.optim.AdamW(whole.parameters(), **ADAMW, fused=True)
     stream = batches(args.seed + 1, args.batch, args.seq, vocab)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     setup_s = time.perf_counter() - began
 
     def next_batch() -> dict[str, Tensor]:

@@ -93,6 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
     one.add_argument("--seed", type=int, default=0, help="of a preset's weights and the data's order")
     one.add_argument("--save", metavar="DIR", help="where to save the trained model")
     one.add_argument("--report", metavar="PATH", help="where to save the report (.txt or .json)")
+    one.add_argument("--print-after", metavar="PASS", help="print the graph as it is after this pass")
 
     two = commands.add_parser("report", help="print a saved report")
     two.add_argument("path", help="a report saved as .json or .txt")
@@ -124,6 +125,8 @@ def train(args: argparse.Namespace) -> None:
         example=next(iter(batches)),
         device=device,
     )
+    if args.print_after:
+        print(step.report(stage=args.print_after))
     losses = []
     with tqdm(islice(batches, args.steps), total=args.steps, unit="step") as progress:
         for batch in progress:

@@ -30,12 +30,14 @@ class StubStep:
         self.model, self.options = model, options
         self.batches: list[dict[str, torch.Tensor]] = []
         self.metrics = {"tokens_per_s": 1.0}
+        self.stages: list[str | None] = []
 
     def __call__(self, **batch: torch.Tensor) -> torch.Tensor:
         self.batches.append(batch)
         return torch.tensor(5.0 - len(self.batches))
 
-    def report(self) -> StubReport:
+    def report(self, stage: str | None = None) -> StubReport:
+        self.stages.append(stage)
         return StubReport()
 
 
@@ -63,8 +65,9 @@ def test_train_a_preset(steps: list[StubStep], text: str, tmp_path: Path, capsys
     pytest.importorskip("transformers")
     options = "--steps 3 --batch 2 --seq 16 --lr 0.5 --device cpu --device-budget 8MiB".split()
     paths = ["--save", str(tmp_path / "model"), "--report", str(tmp_path / "report.json")]
-    assert cli.main(["train", "qwen3-moe-tiny", "--data", text, *options, *paths]) == 0
+    assert cli.main(["train", "qwen3-moe-tiny", "--data", text, *options, *paths, "--print-after", "assemble"]) == 0
     [step] = steps
+    assert step.stages[0] == "assemble"
     assert step.options["budget"] == {"device": "8MiB", "host": None}
     assert step.options["optimizer"].param_groups[0]["lr"] == 0.5
     assert step.options["device"] == "cpu"
