@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 import oomc
 from oomc.data import ByteTokenizer, TokenBatches, load_tokens
@@ -44,7 +45,7 @@ class Setup:
 
 SETUPS = {
     # 27 M parameters
-    "cpu": Setup(torch.float32, 256, 8, 16, 2, 256, batch=8, seq=256, steps=40, lr=1e-3, budget=192 * MiB),
+    "cpu": Setup(torch.float32, 256, 8, 16, 2, 256, batch=6, seq=256, steps=40, lr=1e-3, budget=192 * MiB),
     # 660 M parameters; the budget includes what CUDA itself takes, about half a GiB
     "cuda": Setup(torch.bfloat16, 1024, 12, 32, 4, 512, batch=16, seq=512, steps=60, lr=3e-4, budget=3072 * MiB),
 }
@@ -129,6 +130,7 @@ def main() -> None:
     OUT.mkdir(exist_ok=True)
     for name in ("report.txt", "report.json"):
         report.save(OUT / name)
+    disable_progress_bar()
     model.save_pretrained(OUT / "model")
 
     first, last = losses[0], sum(losses[-5:]) / len(losses[-5:])
