@@ -1,0 +1,68 @@
+"""All operators of the `oomc` namespace, and what passes must know of them and of their like in ATen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from oomc.attention import attention, attention_backward
+from oomc.delta_rule import gated_delta_rule, gated_delta_rule_backward
+from oomc.dropout import dropout
+from oomc.experts import (
+    combine,
+    combine_backward,
+    dispatch,
+    dispatch_backward,
+    grouped_bias,
+    grouped_mm,
+    grouped_mm_weight,
+    grouped_sum,
+    route,
+)
+from oomc.opdef import BODIES, NAMESPACE, Body
+
+__all__ = [
+    "BODIES",
+    "FENCES",
+    "NEVER_RECOMPUTE",
+    "Body",
+    "attention",
+    "attention_backward",
+    "combine",
+    "combine_backward",
+    "dispatch",
+    "dispatch_backward",
+    "dropout",
+    "gated_delta_rule",
+    "gated_delta_rule_backward",
+    "grouped_bias",
+    "grouped_mm",
+    "grouped_mm_weight",
+    "grouped_sum",
+    "is_oomc",
+    "route",
+]
+
+FENCES: frozenset[OpOverload] = frozenset(
+    {attention, attention_backward, gated_delta_rule, gated_delta_rule_backward}
+)
+"""Operators that mix the tokens of a sequence. Batch rows stay independent."""
+
+
+def _overloads(*names: str) -> set[OpOverload]:
+    """Every overload of the ATen operators of these names."""
+    packets = [getattr(torch.ops.aten, name) for name in names]
+    return {getattr(packet, overload) for packet in packets for overload in packet.overloads()}
+
+
+NEVER_RECOMPUTE: frozenset[OpOverload] = frozenset(
+    {route, *_overloads("topk", "sort", "argsort", "kthvalue", "argmax", "argmin", "median", "mode", "msort")}
+)
+"""Operators whose result may change on the slightest change of their input, so that the backward must see the same one."""
+
+
+def is_oomc(op: Any) -> bool:
+    """Whether a node's target is an operator of ours."""
+    return isinstance(op, OpOverload) and op.namespace == NAMESPACE

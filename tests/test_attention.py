@@ -1,0 +1,217 @@
+"""oomc::attention against attention written out in fp64."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from oomc import attention as module
+from oomc import attention_kernels as kernels
+from oomc.attention import attention
+from oomc.errors import UnsupportedError
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "full": {"causal": False},
+    "window": {"window": 7},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": True},
+    "segments": {"segments": True},
+    "all": {"window": 9, "softcap": 3.0, "sinks": True, "segments": True},
+}
+
+
+def _inputs(
+    dtype: torch.dtype, rows: int = 45, device: str = "cpu", heads: tuple[int, int] = (6, 2), sizes: tuple[int, int] = (16, 8)
+) -> list[Tensor]:
+    """q, k, v as a model makes them (heads inside), and sinks."""
+    torch.manual_seed(0)
+    hq, hkv = heads
+    shapes = [(3, rows, hq, sizes[0]), (3, rows, hkv, sizes[0]), (3, rows, hkv, sizes[1])]
+    leaves = [torch.randn(shape).to(device, dtype).transpose(1, 2).requires_grad_() for shape in shapes]
+    return [*leaves, torch.randn(hq).to(device, dtype).requires_grad_()]
+
+
+def _arguments(inputs: list[Tensor], option: dict[str, Any]) -> tuple[Any, ...]:
+    q, k, v, sinks = inputs
+    rows = q.shape[2]
+    segments = torch.stack([torch.arange(rows) // size for size in (rows, 10, 17)]).to(q.device)
+    return (
+        q, k, v, sinks if option.get("sinks") else None, segments if option.get("segments") else None, 0.3,
+        option.get("causal", True), option.get("window"), option.get("softcap", 0.0),
+    )  # fmt: skip
+
+
+def _naive(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    segments: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.mT * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    i, j = torch.arange(q.shape[2], device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
+    seen = torch.ones_like(i >= j)[None, None]
+    if causal:
+        seen = seen & (j <= i)
+    if window is not None:
+        seen = seen & (j > i - window)
+    if segments is not None:
+        seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    lse = scores.logsumexp(-1)
+    p = scores.float().softmax(-1).to(q.dtype) if q.dtype != torch.float64 else scores.softmax(-1)
+    return p[..., : k.shape[2]] @ v, lse
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float(((a.detach().double() - b.detach().double()).norm()) / b.detach().double().norm())
+
+
+def _run(function: Any, arguments: tuple[Any, ...], seed: Tensor) -> list[Tensor]:
+    out, lse = function(*arguments)
+    leaves = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, seed.to(out.dtype))]
+
+
+def _exact(inputs: list[Tensor]) -> list[Tensor]:
+    return [x.detach().double().requires_grad_() for x in inputs]
+
+
+@pytest.mark.parametrize("small_tiles", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_fp32(name: str, small_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if small_tiles:  # several tiles over batch, heads and rows, with ragged ends
+        monkeypatch.setitem(module._SCORE_BYTES, "cpu", 4 * 3 * 45 * 7)
+        monkeypatch.setattr(module, "_MIN_ROWS", 4)
+    inputs = _inputs(torch.float32)
+    seed = torch.randn(3, 6, 45, 8)
+    got = _run(attention, _arguments(inputs, OPTIONS[name]), seed)
+    want = _run(_naive, _arguments(_exact(inputs), OPTIONS[name]), seed)
+    for a, b in zip(got, want, strict=True):
+        assert _distance(a, b) < 1e-6
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_bf16_is_as_good_as_eager(name: str) -> None:
+    inputs = _inputs(torch.bfloat16, 64)
+    seed = torch.randn(3, 6, 64, 8).bfloat16()
+    got = _run(attention, _arguments(inputs, OPTIONS[name]), seed)
+    eager = _run(_naive, _arguments(inputs, OPTIONS[name]), seed)
+    want = _run(_naive, _arguments(_exact(inputs), OPTIONS[name]), seed)
+    for a, b, ref in zip(got, eager, want, strict=True):
+        assert _distance(a, ref) <= 1.5 * _distance(b, ref)
+
+
+def test_gradcheck() -> None:
+    inputs = [x[:, :, :9] if x.dim() == 4 else x for x in _inputs(torch.float64)]
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    segments = torch.arange(9).expand(3, 9) // 5
+    assert torch.autograd.gradcheck(
+        lambda q, k, v, s: attention(q, k, v, s, segments, 0.3, True, 4, 2.0)[0], leaves, fast_mode=True
+    )
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_registration(name: str) -> None:
+    torch.library.opcheck(attention, _arguments(_inputs(torch.float32, 12), OPTIONS[name]))
+
+
+def test_last_queries_of_longer_keys() -> None:
+    q, k, v, _ = _inputs(torch.float32)
+    whole, _ = attention(q, k, v, None, None, 0.3, True, 7, 0.0)
+    part, _ = attention(q[:, :, 30:], k, v, None, None, 0.3, True, 7, 0.0)
+    torch.testing.assert_close(part, whole[:, :, 30:])
+
+
+def test_scores_are_never_whole() -> None:
+    """2048 rows of 16 heads have 256 MiB of scores; the body takes an eighth of that at most, backward included."""
+    q, k, v = (torch.randn(1, heads, 2048, 8) for heads in (16, 4, 4))
+    with torch.profiler.profile(profile_memory=True) as profile, torch.no_grad():
+        out, lse = attention(q, k, v, None, None, 0.3, True, None, 0.0)
+        torch.ops.oomc.attention_backward(out, q, k, v, out, lse, None, None, 0.3, True, None, 0.0)
+    assert max(event.self_cpu_memory_usage for event in profile.events()) <= 32 << 20
+
+
+def test_backward_is_deterministic() -> None:
+    arguments = _arguments(_inputs(torch.bfloat16), OPTIONS["all"])
+    seed = torch.randn(3, 6, 45, 8)
+    for a, b in zip(_run(attention, arguments, seed), _run(attention, arguments, seed), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_refusals() -> None:
+    q, k, v, _ = _inputs(torch.float32)
+    with pytest.raises(UnsupportedError, match="window"):
+        attention(q, k, v, None, None, 0.3, False, 7, 0.0)
+    with pytest.raises(UnsupportedError, match="heads"):
+        attention(q[:, :5], k, v, None, None, 0.3, True, None, 0.0)
+
+
+def test_schemas_of_private_kernels() -> None:
+    """What attention_kernels.py calls by position and keyword exists under these names."""
+    flash = ["query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
+    windows = {"scale", "window_size_left", "window_size_right"}
+    saved = ["grad_out", "query", "key", "value", "out", "logsumexp"]
+    expected: dict[str, tuple[list[str], set[str]]] = {
+        "_flash_attention_forward": ([*flash, "return_debug_mask"], windows),
+        "_flash_attention_backward": ([*saved, *flash[3:], "rng_state", "unused"], windows),
+        "_scaled_dot_product_cudnn_attention": (
+            [*flash[:3], "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal", "return_debug_mask"],
+            {"scale"},
+        ),
+        "_scaled_dot_product_cudnn_attention_backward": (
+            [*saved, "philox_seed", "philox_offset", "attn_bias", *flash[3:]],
+            {"scale"},
+        ),
+    }
+    for name, (positional, keywords) in expected.items():
+        arguments = getattr(torch.ops.aten, name).default._schema.arguments
+        assert [a.name for a in arguments if not a.kwarg_only] == positional, name
+        assert keywords <= {a.name for a in arguments if a.kwarg_only}, name
+
+
+CUDA_CASES: dict[str, tuple[dict[str, Any], tuple[int, int], str]] = {
+    "plain": ({}, (128, 128), "cudnn"),
+    "full": ({"causal": False}, (64, 64), "cudnn"),
+    "sinks": ({"sinks": True}, (64, 64), "cudnn"),
+    "window": ({"window": 50}, (64, 64), "flash"),
+    "window and sinks": ({"window": 50, "sinks": True}, (64, 64), "flash"),
+    "MLA": ({}, (192, 128), "flash"),
+    "small values": ({}, (64, 32), "cudnn"),
+    "softcap": ({"softcap": 3.0}, (64, 64), "tiled"),
+    "segments": ({"segments": True}, (64, 64), "tiled"),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CUDA_CASES)
+def test_cuda(name: str, dtype: torch.dtype) -> None:
+    option, sizes, kernel = CUDA_CASES[name]
+    inputs = _inputs(dtype, 333, "cuda", (8, 2), sizes)
+    arguments = _arguments(inputs, option)
+    q, k, v = inputs[:3]
+    chosen = kernels.choose(
+        q, k, v, arguments[4] is not None, option.get("causal", True), option.get("window"), option.get("softcap", 0.0)
+    )
+    assert chosen == kernel or (kernel == "cudnn" and torch.cuda.get_device_capability() < (9, 0))
+    seed = torch.randn(3, 8, 333, sizes[1], device="cuda").to(dtype)
+    got = _run(attention, arguments, seed)
+    eager = _run(_naive, arguments, seed)
+    want = _run(_naive, _arguments(_exact(inputs), option), seed)
+    assert got[0].transpose(1, 2).is_contiguous()
+    for a, b, ref in zip(got, eager, want, strict=True):
+        assert _distance(a, ref) <= 1.5 * _distance(b, ref)

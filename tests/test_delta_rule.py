@@ -1,0 +1,69 @@
+"""The gated delta rule against its definition position by position, and its gradients against autograd's."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from oomc.delta_rule import gated_delta_rule
+
+
+def _naive(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, l2norm: bool) -> Tensor:
+    repeat = v.shape[2] // k.shape[2]
+    q, k = (x.repeat_interleave(repeat, 2) for x in (q, k))
+    if l2norm:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
+    rows = []
+    for t in range(v.shape[1]):
+        state = state * g[:, t].exp()[..., None, None]
+        seen = (state * k[:, t, :, :, None]).sum(-2)
+        state = state + k[:, t, :, :, None] * (beta[:, t, :, None] * (v[:, t] - seen))[:, :, None]
+        rows.append((state * q[:, t, :, :, None]).sum(-2) * k.shape[3] ** -0.5)
+    return torch.stack(rows, 1)
+
+
+def _inputs(rows: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, rows, 2, 6), torch.randn(2, rows, 2, 6)
+    v, g, beta = torch.randn(2, rows, 4, 5), -torch.rand(2, rows, 4), torch.rand(2, rows, 4)
+    return [x.to(dtype).requires_grad_() for x in (q, k, v, g, beta)]
+
+
+@pytest.mark.parametrize("l2norm", [True, False])
+@pytest.mark.parametrize(("rows", "chunk"), [(1, 8), (8, 8), (21, 8)])
+def test_equals_definition(rows: int, chunk: int, l2norm: bool) -> None:
+    inputs = _inputs(rows)
+    if not l2norm:
+        with torch.no_grad():
+            inputs[1].mul_(0.2)  # keys longer than 1 make the state grow
+    out, states = gated_delta_rule(*inputs, chunk, l2norm)
+    want = _naive(*inputs, l2norm)
+    torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-12)
+    seed = torch.randn_like(out)
+    got = torch.autograd.grad(out, inputs, seed)
+    for a, b in zip(got, torch.autograd.grad(want, inputs, seed), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    assert states.shape[0] == -(-rows // chunk) + 1 and not states[0].any()
+
+
+def test_registration() -> None:
+    torch.library.opcheck(gated_delta_rule, (*_inputs(11, torch.float32), 4, True))
+
+
+def test_bf16_is_as_good_as_eager() -> None:
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    inputs = _inputs(70, torch.bfloat16)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    want = _naive(*exact, True)
+    ours, _ = gated_delta_rule(*inputs, 64, True)
+    eager, _ = modeling.torch_chunk_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=True)
+    seed = torch.randn_like(want).to(torch.bfloat16)
+    pairs = [(ours, eager, want)]
+    pairs += zip(
+        torch.autograd.grad(ours, inputs, seed),
+        torch.autograd.grad(eager, inputs, seed),
+        torch.autograd.grad(want, exact, seed.double()),
+        strict=True,
+    )
+    for a, b, ref in pairs:
+        assert (a - ref).norm() <= 1.5 * (b - ref).norm() + 1e-6 * ref.norm()
