@@ -1,14 +1,15 @@
 """AdamW on the host: fp32 arithmetic on the exact master, as `torch.optim.AdamW` without fused or approximate steps.
 
     p = p * (1 - lr * weight_decay)
-    m = m + (g - m) * (1 - beta1)
-    v = v * beta2 + (1 - beta2) * g * g
-    p = p - (lr / c1) * m / (sqrt(v) / sqrt(c2) + eps)                with c = 1 - beta**step
-      = p - (lr * sqrt(c2) / c1) * m / (sqrt(v) + eps * sqrt(c2))    as it is computed: one division less
+    m = fma(1 - beta1, g - m, m), or fma(-beta1, g - m, g) where beta1 <= 1/2: torch's lerp
+    v = fma((1 - beta2) * g, g, v * beta2)
+    p = p - (lr / c1) * m / (sqrt(v) / sqrt(c2) + eps)          with c = 1 - beta**step
 
-Every operation rounds once to fp32 (no FMA), in this order; the constants are computed in double precision and rounded
-once. Each result is within 2 ulp of torch's on the same state (tests/test_adamw.py). `UpdateRule` in
-`oomc.runtime.optim` is the protocol that this file implements; another optimizer is another such file.
+Every operation rounds once to fp32, in this order, and the constants are computed in double precision and rounded once,
+so that any executor can produce the same bits. The two fused multiply-adds are there because torch has them: where g
+and m cancel, nothing else stays near torch. The moments are then torch's own on the CPU, bit for bit, and parameters
+differ from torch's only where its vectorised square root is not the nearest number (tests/test_adamw.py).
+`UpdateRule` in `oomc.runtime.optim` is the protocol that this file implements; another optimizer is another such file.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from oomc.runtime.kernels import BLOCK, bits_of, count_nonfinite, join, kernel, nearest_hi, overflow_mark, widen
+from oomc.runtime.kernels import BLOCK, bits_of, count_nonfinite, fused, join, kernel, nearest_hi, overflow_mark, widen
 from oomc.runtime.optim import Array
 
 
@@ -42,30 +43,30 @@ class Hyper:
 
 @kernel
 def _moments(m: Any, v: Any, gradient: Any, factor: Any, constants: Any) -> int:
-    _, one_minus_beta1, beta2, one_minus_beta2, _, _ = constants
+    _, weight, from_gradient, beta2, one_minus_beta2, _, _, _ = constants
     mark = np.int32(0)
     for i in range(m.size):
         g = widen(gradient[i]) * factor
         mark = np.int32(mark | overflow_mark(g))
-        m[i] = m[i] + one_minus_beta1 * (g - m[i])
-        v[i] = v[i] * beta2 + one_minus_beta2 * g * g
+        m[i] = fused(weight, g - m[i], g if from_gradient else m[i])
+        v[i] = fused(one_minus_beta2 * g, g, v[i] * beta2)
     return count_nonfinite(gradient, factor) if mark < 0 else 0
 
 
 @kernel
 def _descend_split(hi: Any, lo: Any, m: Any, v: Any, constants: Any) -> None:
-    decay, _, _, _, step_size, eps = constants
+    decay, _, _, _, _, step_size, root2, eps = constants
     for i in range(hi.size):
-        p = join(hi[i], lo[i]) * decay - step_size * m[i] / (np.sqrt(v[i]) + eps)
+        p = join(hi[i], lo[i]) * decay - step_size * m[i] / (np.sqrt(v[i]) / root2 + eps)
         hi[i] = nearest_hi(p)
         lo[i] = np.int16(bits_of(p))
 
 
 @kernel
 def _descend_whole(p: Any, m: Any, v: Any, constants: Any) -> None:
-    decay, _, _, _, step_size, eps = constants
+    decay, _, _, _, _, step_size, root2, eps = constants
     for i in range(p.size):
-        p[i] = p[i] * decay - step_size * m[i] / (np.sqrt(v[i]) + eps)
+        p[i] = p[i] * decay - step_size * m[i] / (np.sqrt(v[i]) / root2 + eps)
 
 
 @kernel
@@ -89,18 +90,20 @@ def _update_whole(p: Any, m: Any, v: Any, gradient: Any, factor: Any, constants:
 
 
 @lru_cache(maxsize=1024)
-def _constants(hyper: Hyper, step: int) -> tuple[np.float32, ...]:
+def _constants(hyper: Hyper, step: int) -> tuple[Any, ...]:
     correction1, correction2 = hyper.bias_corrections(step)
-    root = math.sqrt(correction2)
-    doubles = (
-        1.0 - hyper.lr * hyper.weight_decay,
-        1.0 - hyper.beta1,
-        hyper.beta2,
-        1.0 - hyper.beta2,
-        hyper.lr * root / correction1,
-        hyper.eps * root,
+    weight = np.float32(1.0 - hyper.beta1)
+    from_gradient = bool(weight >= 0.5)
+    return (
+        np.float32(1.0 - hyper.lr * hyper.weight_decay),
+        np.float32(weight - np.float32(1.0)) if from_gradient else weight,
+        from_gradient,
+        np.float32(hyper.beta2),
+        np.float32(1.0 - hyper.beta2),
+        np.float32(hyper.lr / correction1),
+        np.float32(math.sqrt(correction2)),
+        np.float32(hyper.eps),
     )
-    return tuple(np.float32(x) for x in doubles)
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ class AdamW:
         values = (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
         return Hyper(*(float(x) for x in values))
 
-    def constants(self, hyper: Hyper, step: int) -> tuple[np.float32, ...]:
+    def constants(self, hyper: Hyper, step: int) -> tuple[Any, ...]:
         """What the kernel needs of `hyper` at the parameter's `step` (from 1), rounded once to fp32."""
         return _constants(hyper, step)
 

@@ -1,10 +1,10 @@
 """Numba helpers that the optimizer kernels share: bits of bf16 and fp32, the split master, accumulation.
 
-All kernels are serial, release the GIL and are IEEE fp32 (no fastmath, so no contraction and no reassociation): many
-run side by side on `oomc.runtime.pool`, and another executor can produce the same bits. bf16 data come as int16 views:
-with uint16, numba does not vectorise. A loop should touch at most four arrays, since LLVM gives up vectorising when
-more than eight pairs of them must be checked for overlap; what needs more goes through the data twice in blocks of
-`BLOCK` elements, which stay in the cache between.
+All kernels are serial, release the GIL and are IEEE fp32 (no fastmath: nothing is reassociated, and nothing is fused
+but what says `fused`): many run side by side on `oomc.runtime.pool`, and another executor can produce the same bits.
+bf16 data come as int16 views: with uint16, numba does not vectorise. A loop should touch at most four arrays, since
+LLVM gives up vectorising when more than eight pairs of them must be checked for overlap; what needs more goes through
+the data twice in blocks of `BLOCK` elements, which stay in the cache between.
 """
 
 from __future__ import annotations
@@ -54,6 +54,18 @@ def bits_of(typingctx: Any, value: Any) -> Any:
         return builder.bitcast(args[0], ir.IntType(32))
 
     return types.int32(value), build
+
+
+@intrinsic
+def fused(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """`a * b + c` in float32 with one rounding: IEEE's fused multiply-add, where torch has one too."""
+    if not a == b == c == types.float32:
+        return None
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return types.float32(a, b, c), build
 
 
 @kernel

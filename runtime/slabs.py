@@ -73,13 +73,17 @@ def _advise(memory: mmap.mmap, advice: int) -> None:
         memory.madvise(advice)
 
 
+def _clear_last_error() -> None:
+    # a refusal stays behind as CUDA's last error, and the next check of a launch would report it as its own
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+
+
 def _register(address: int, nbytes: int) -> bool:
     result = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
     if result == 0:
         return True
-    with contextlib.suppress(RuntimeError):
-        # the refusal stays behind as CUDA's last error, and the next check of a launch would report it as its own
-        torch.zeros(1, device="cuda")
+    _clear_last_error()
     if not _pin_warning.is_set():
         _pin_warning.set()
         warnings.warn(
