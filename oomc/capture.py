@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,16 +68,16 @@ class Batch:
         """The keyword arguments with `tensors` in the tensors' places."""
         return pytree.tree_unflatten([tensors.get(n, self.static.get(n)) for n in self.names], self.spec)  # type: ignore[no-any-return]
 
+    def shapes_only(self) -> Batch:
+        """The same with tensors on the meta device, which hold no memory."""
+        return replace(self, tensors={n: t.detach().to("meta") for n, t in self.tensors.items()})
+
     def key(self) -> tuple[Any, ...]:
         """What a trace depends on: names, dtypes, ranks and constants, but no sizes."""
         return (
             tuple((n, t.dtype, t.dim()) for n, t in self.tensors.items()),
             tuple((n, repr(v)) for n, v in self.static.items()),
         )
-
-    def shape_key(self) -> tuple[Any, ...]:
-        """The sizes of all tensors."""
-        return tuple((n, tuple(t.shape)) for n, t in self.tensors.items())
 
 
 def _key(entry: Any) -> str:

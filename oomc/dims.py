@@ -104,7 +104,7 @@ def is_independent(node: fx.Node, symbols: TokenSymbols) -> bool:
     if node.op != "call_function" or not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable:
         return False
     out = meta.value(node)
-    if not isinstance(out, torch.Tensor) or symbols.mixed(out):
+    if not isinstance(out, torch.Tensor) or any(symbols.mixed(meta.value(n)) for n in [node, *node.all_input_nodes]):
         return False
     if any(meta.is_size(n) for n in node.all_input_nodes) and op._opname not in VIEWS:
         return False  # a size used as data would take the chunk's value

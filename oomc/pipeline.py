@@ -14,6 +14,7 @@ from oomc.passes.assemble import Assemble
 from oomc.passes.canonicalize import Canonicalize
 from oomc.passes.choose_residency import CANDIDATES, Candidate, ChooseResidency
 from oomc.passes.differentiate import Differentiate
+from oomc.passes.insert_chunks import InsertChunks
 from oomc.passes.insert_offload import InsertOffload
 from oomc.passes.insert_prefetch import InsertPrefetch
 from oomc.passes.insert_recompute import InsertRecompute
@@ -23,7 +24,7 @@ from oomc.passes.partition_worksets import PartitionWorksets
 from oomc.passes.rewrite_attention import RewriteAttention
 from oomc.passes.rewrite_experts import RewriteExperts
 from oomc.passes.schedule import Schedule
-from oomc.plan import Budget
+from oomc.plan import Budget, Plan
 from oomc.program import Pass, Program
 from oomc.simulate import Profiler, Projection, project
 
@@ -43,7 +44,13 @@ MODEL_PASSES: tuple[Pass, ...] = (
 
 def step_passes(choose: ChooseResidency) -> tuple[Pass, ...]:
     """From the bare step graph to the scheduled one: once for a plan."""
-    return (choose, InsertRecompute(), InsertOffload(), InsertPrefetch(), InsertUpdates(), Schedule())
+    return (choose, InsertChunks(), InsertRecompute(), InsertOffload(), InsertPrefetch(), InsertUpdates(), Schedule())
+
+
+def chosen(plan: Plan) -> ChooseResidency:
+    """The choice that made a plan."""
+    tokens = max((b * s for b, s in plan.chunks.values()), default=CANDIDATES[0].tokens)
+    return ChooseResidency(plan.sizes, plan.budget, Candidate(tokens, plan.prefetch, plan.retire_late), plan.accumulate)
 
 
 def run_passes(

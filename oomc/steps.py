@@ -6,12 +6,20 @@ Each word is a function that the scheduled module calls with the runtime `rt` fi
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
+from types import CodeType
 from typing import Any
 
-import sympy
 import torch
+
+FUNCTIONS = {
+    "Mod": operator.mod, "PythonMod": operator.mod, "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv,
+    "Max": max, "Min": min, "floor": math.floor, "ceiling": math.ceil,
+}  # fmt: skip
+"""What sympy prints of size arithmetic beside operators."""
 
 
 def size(x: torch.Tensor, dim: int) -> int:
@@ -20,13 +28,13 @@ def size(x: torch.Tensor, dim: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _formula(text: str) -> Any:
-    return sympy.lambdify(sympy.symbols("B S", integer=True), sympy.sympify(text), modules=["math"])
+def _compiled(formula: str) -> CodeType:
+    return compile(formula, formula, "eval")
 
 
 def calc(formula: str, batch: int, sequence: int) -> int:
-    """A number computed from the batch's sizes, `B` and `S` in the formula."""
-    return int(_formula(formula)(batch, sequence))
+    """A number computed from the batch's sizes, `B` and `S` in the formula (a sympy expression printed as text)."""
+    return int(eval(_compiled(formula), {"__builtins__": {}}, FUNCTIONS | {"B": batch, "S": sequence}))
 
 
 def resident(rt: Any, name: str) -> torch.Tensor:
@@ -61,7 +69,7 @@ def fetch(rt: Any, slab: str, slot: int) -> Any:
 
 def wait(rt: Any, copy: Any) -> tuple[torch.Tensor, ...]:
     """The compute lane waits for a fetch; the slab's parameters on the device, in slab order."""
-    return rt.wait(copy)  # type: ignore[no-any-return]
+    return rt.wait_weights(copy)  # type: ignore[no-any-return]
 
 
 def release(rt: Any, copy: Any) -> None:
@@ -96,7 +104,7 @@ def zeros_like(x: torch.Tensor) -> torch.Tensor:
 
 def offload(rt: Any, slab: str, names: Sequence[str], grads: Sequence[torch.Tensor], accumulate: bool) -> Any:
     """Begin to copy gradients of a slab to the host; with `accumulate` they are added to the host's sum."""
-    return rt.offload(slab, names, grads, accumulate)
+    return rt.offload(slab, names, grads, "accumulate" if accumulate else "update")
 
 
 def update(rt: Any, slab: str, copies: Sequence[Any], accumulated: bool) -> None:
@@ -109,7 +117,7 @@ def update(rt: Any, slab: str, copies: Sequence[Any], accumulated: bool) -> None
 
 def retire(rt: Any, copy: Any) -> None:
     """The compute lane waits until offloaded gradients have left the device, whose memory is then free."""
-    rt.retire(copy)
+    rt.wait_gradients(copy)
 
 
 LANES = {

@@ -131,9 +131,10 @@ class _Assembler:
 
     def _run(self, workset: Workset, form: Form, variant: str, args: list[Any]) -> fx.Node:
         vals = [meta.value(n) if isinstance(n, fx.Node) else n for n in _results(getattr(form, variant))]
+        name = _identifier(f"{workset.name}_{variant}")
         if form.chunk:
-            return self.call(steps.run_chunks, self.rt, form.key, variant, (0, 0), *args, val=vals)
-        return self.call(steps.run, self.rt, form.key, variant, *args, val=vals)
+            return self.call(steps.run_chunks, self.rt, form.key, variant, (0, 0), *args, name=name, val=vals)
+        return self.call(steps.run, self.rt, form.key, variant, *args, name=name, val=vals)
 
     def _forward(self, workset: Workset) -> None:
         form = self.program.forms[workset.form]
@@ -144,7 +145,8 @@ class _Assembler:
             self.values[out] = self.part(node, index, vals[index], _identifier(out.name), out.name)
         base = len(workset.outputs)
         self.saved[workset.name] = [
-            self.part(node, base + i, vals[base + i], None, f"{workset.name}:saved.{i}") for i in range(form.saved)
+            self.part(node, base + i, vals[base + i], _identifier(f"{workset.name}_saved_{i}"), f"{workset.name}:saved.{i}")
+            for i in range(form.saved)
         ]
 
     def _backward(self, worksets: list[Workset], loss: fx.Node) -> None:

@@ -275,7 +275,7 @@ def count_dropout(program: Program) -> bool:
     for site, node in enumerate(sites):
         with graph.inserting_before(node):
             args = (node.args[0], node.args[1], rng, site, 0)
-            new = insert_call(graph, ops.DROPOUT, args, like=node)
+            new = insert_call(graph, ops.dropout, args, like=node)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
     return True

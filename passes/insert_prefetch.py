@@ -52,16 +52,21 @@ class InsertPrefetch:
             rt = holder.args[0]
             with graph.inserting_before(first):
                 fetch = graph.call_function(steps.fetch, (rt, stretch.slab, -1))
-                wait = graph.create_node("call_function", steps.wait, (rt, fetch), name=f"w_{fetch.name}")
+                wait = graph.create_node("call_function", steps.wait, (rt, fetch), name=holder.name)
             with graph.inserting_after(last):
                 release = graph.call_function(steps.release, (rt, fetch))
             for new, near in ((fetch, first), (wait, first), (release, last)):
                 meta.set_note(new, meta.note(near))
+            parts: dict[object, fx.Node] = {}
             for old in stretch.holders:
                 for part in list(old.users):
+                    if part.args[1] in parts:
+                        part.replace_all_uses_with(parts[part.args[1]])
+                        graph.erase_node(part)
+                        continue
+                    parts[part.args[1]] = part
                     part.replace_input_with(old, wait)
-                    if len(stretch.holders) > 1 or part.prev is not wait:
-                        wait.append(part)
+                    first.prepend(part)
                 graph.erase_node(old)
         return PassResult(program, bool(found))
 

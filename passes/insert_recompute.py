@@ -61,6 +61,8 @@ class _Recompute:
         first = self.backward[0]
         for holder in self.weights.values():
             first.prepend(holder)
+            for part in list(holder.users):
+                first.prepend(part)
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         with self.graph.inserting_before(first):
             for value in sorted(needed, key=lambda n: order[n]):
@@ -90,7 +92,9 @@ class _Recompute:
         saved = [n for n in run.users if meta.note(n).source.startswith(f"{note.workset}:saved.")]
         saved.sort(key=lambda n: n.args[1])  # type: ignore[arg-type, return-value]
         new_args = tuple(self._argument(a) if isinstance(a, fx.Node) else a for a in args)
-        node = self.graph.call_function(run.target, (rt, form, "recompute", *new_args, *saved))  # type: ignore[arg-type]
+        name = run.name.replace("_forward", "_recompute")
+        new = (rt, form, "recompute", *new_args, *saved)
+        node = self.graph.create_node("call_function", run.target, new, name=name)
         meta.set_value(node, meta.value(run)[: len(meta.value(run)) - len(saved)])
         meta.set_note(node, replace(note, phase="recompute"))
         return node
@@ -108,6 +112,9 @@ class _Recompute:
         return node
 
     def _part(self, holder: fx.Node, index: int, like: fx.Node) -> fx.Node:
+        for known in holder.users:
+            if known.args == (holder, index):
+                return known
         part = self.graph.call_function(operator.getitem, (holder, index))
         meta.set_value(part, meta.value(like))
         meta.set_note(part, replace(meta.note(like), phase=meta.note(holder).phase))

@@ -184,9 +184,8 @@ def cut_loss(nodes: list[fx.Node], symbols: TokenSymbols) -> list[tuple[list[fx.
     entering = [n for c in chunk for n in c.all_input_nodes if n not in chunk]
     if (
         any(n in after for n in entering)
-        or any(ops.is_never_recomputed(n.target) for n in chunk)
-        or any(len(symbols.order(meta.value(n))) != sum(a is not None for a in symbols.axes(meta.value(n)))
-               for n in [*crossing, *entering])  # fmt: skip
+        or any(n.target in ops.NEVER_RECOMPUTE for n in chunk)
+        or not all(has_own_axes(n, symbols) for n in [*crossing, *entering])
     ):
         return [(part, False) for part in cut_fences(nodes)]
     parts = [
@@ -195,6 +194,12 @@ def cut_loss(nodes: list[fx.Node], symbols: TokenSymbols) -> list[tuple[list[fx.
         ([n for n in nodes if n in after], False),
     ]
     return [(part, is_chunk) for part, is_chunk in parts if part]
+
+
+def has_own_axes(node: fx.Node, symbols: TokenSymbols) -> bool:
+    """Whether a value can be cut along batch and sequence: each has a dimension of its own, or none at all."""
+    val = meta.value(node)
+    return not symbols.mixed(val) and len(symbols.order(val)) == sum(a is not None for a in symbols.axes(val))
 
 
 def own_views(nodes: list[fx.Node], chunk: set[fx.Node]) -> list[fx.Node]:
@@ -218,7 +223,7 @@ def _from_logits(node: fx.Node) -> bool:
 
 def number_dropout(nodes: list[fx.Node]) -> None:
     """Number dropout sites within their block, so that equal blocks are equal; the block's rng tells them apart."""
-    for site, node in enumerate(n for n in nodes if n.target is ops.DROPOUT):
+    for site, node in enumerate(n for n in nodes if n.target is ops.dropout):
         node.args = (*node.args[:3], site, *node.args[4:])
 
 

@@ -1,0 +1,21 @@
+"""oomc: a graph compiler for training mixture-of-experts models that do not fit one machine."""
+
+from oomc.compile import compile
+from oomc.errors import BudgetError, CaptureError, OomcError, UnsupportedError, VerifyError
+from oomc.plan import Budget, Plan
+from oomc.report import Report
+from oomc.step import Step
+
+__version__ = "0.1.0"
+__all__ = [
+    "Budget",
+    "BudgetError",
+    "CaptureError",
+    "OomcError",
+    "Plan",
+    "Report",
+    "Step",
+    "UnsupportedError",
+    "VerifyError",
+    "compile",
+]

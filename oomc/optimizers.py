@@ -1,0 +1,56 @@
+"""The user's torch optimizer: which are supported, and what an update reads of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from oomc.errors import UnsupportedError
+from oomc.runtime.adamw import AdamW
+from oomc.runtime.optim import UpdateRule
+
+RULES: dict[type[torch.optim.Optimizer], Callable[[], UpdateRule]] = {torch.optim.AdamW: AdamW}
+"""Update rules by the torch optimizer that they do the work of; another one is a file like runtime/adamw.py."""
+
+UNSUPPORTED_FLAGS = ("amsgrad", "maximize", "differentiable", "capturable")
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule:
+    """The update rule that computes what `optimizer` would.
+
+    Raises:
+        UnsupportedError: there is none, the optimizer has a flag that is not supported, or it has state already.
+    """
+    make = RULES.get(type(optimizer))
+    if make is None:
+        names = ", ".join(f"torch.optim.{kind.__name__}" for kind in RULES)
+        raise UnsupportedError(f"optimizer {type(optimizer).__name__} is not supported; use one of {names}")
+    for index, group in enumerate(optimizer.param_groups):
+        for flag in UNSUPPORTED_FLAGS:
+            if group.get(flag):
+                raise UnsupportedError(f"param_groups[{index}] of the optimizer sets {flag}=True, which is not supported")
+    if optimizer.state:
+        raise UnsupportedError(
+            "the optimizer has state already (it was stepped before); give compile a fresh one, made from the model"
+        )
+    return make()
+
+
+def groups_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, int]:
+    """The parameter group of each of the model's parameters that the optimizer holds, by name.
+
+    Raises:
+        UnsupportedError: the optimizer holds a parameter that is not the model's.
+    """
+    names = {id(p): n for n, p in model.named_parameters()}
+    groups: dict[str, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in names:
+                raise UnsupportedError(
+                    f"param_groups[{index}] of the optimizer holds a parameter of shape {tuple(param.shape)} that is not "
+                    "the model's; make the optimizer from model.parameters() of the very model that you compile"
+                )
+            groups[names[id(param)]] = index
+    return groups

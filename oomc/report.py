@@ -1,0 +1,155 @@
+"""Reports: what was planned, and what was measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tabulate import tabulate
+
+from oomc import steps
+from oomc.plan import format_bytes
+from oomc.program import Program
+from oomc.simulate import Projection
+
+if TYPE_CHECKING:
+    from oomc.step import Options
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report: `str()` for the text, `save` for a file, `data` for the figures."""
+
+    text: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def save(self, path: str | Path) -> Path:
+        """Write the report as .txt or .json, by the path's ending.
+
+        Raises:
+            ValueError: another ending.
+        """
+        path = Path(path)
+        if path.suffix not in (".txt", ".json"):
+            raise ValueError(f"a report is saved as .txt or .json, not {path.suffix or 'without an ending'}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.text + "\n" if path.suffix == ".txt" else json.dumps(self.data, indent=1) + "\n")
+        return path
+
+    @staticmethod
+    def load(path: str | Path) -> Report:
+        """Read a report that was saved as .json."""
+        data = json.loads(Path(path).read_text())
+        return Report(data["text"], data)
+
+    @staticmethod
+    def of_stage(text: str, stage: str) -> Report:
+        """The printed graph of a stage."""
+        return Report(text, {"stage": stage, "text": text})
+
+    @staticmethod
+    def of_step(
+        program: Program, projection: Projection, host: dict[str, int], metrics: dict[str, Any], options: Options
+    ) -> Report:
+        """The plan of a step with the figures of the last one."""
+        assert program.plan is not None
+        sections = {
+            "model": _model(program),
+            "plan": program.plan.describe(),
+            "device memory": _device(program, projection, metrics, options),
+            "host memory": _host(host, program, options),
+            "lanes": _lanes(program),
+            "last step": _last(metrics),
+        }
+        if program.notes.get("experts"):
+            sections["experts"] = "\n".join(str(n) for n in _listed(program.notes["experts"]))
+        text = "\n\n".join(f"{title}\n{'-' * len(title)}\n{body}" for title, body in sections.items())
+        data = {
+            "text": text,
+            "sizes": list(program.plan.sizes),
+            "blocks": [b.name for b in program.blocks],
+            "forms": list(program.forms),
+            "plan": program.plan.describe(),
+            "device": {"projected": projection.peak, "at": projection.at, "fixed": projection.fixed,
+                       "slots": list(program.plan.slots), "allowed": options.budget.device,
+                       "measured": metrics.get("device_peak")},  # fmt: skip
+            "host": host | {"allowed": options.budget.host},
+            "metrics": metrics,
+        }
+        return Report(text, data)
+
+
+def _listed(notes: Any) -> list[Any]:
+    return list(notes) if isinstance(notes, list | tuple) else [notes]
+
+
+def _model(program: Program) -> str:
+    trained = sum(s.layout.trainable_elements for s in program.slabs)
+    total = sum(p.spec.numel for s in program.slabs for p in s.layout.places)
+    layers = [b for b in program.blocks if b.name not in ("prologue", "epilogue")]
+    shapes = len({tuple(w.form for w in b.worksets) for b in layers})
+    return (
+        f"{total:,} parameters, {trained:,} trained, in {len(program.slabs)} slabs\n"
+        f"{len(program.blocks)} blocks, {sum(len(b.worksets) for b in program.blocks)} worksets; "
+        f"the {len(layers)} layers have {shapes} compiled form{'s' * (shapes != 1)}; {len(program.forms)} forms in all"
+    )
+
+
+def _device(program: Program, projection: Projection, metrics: dict[str, Any], options: Options) -> str:
+    assert program.plan is not None
+    rows = [
+        ("weights in flight", f"{len(program.plan.slots)} slots", sum(program.plan.slots)),
+        ("inputs, buffers, constants", "", projection.fixed - sum(program.plan.slots)),
+        ("values, gradients, temporaries", f"at {projection.at}", projection.peak - projection.fixed),
+        ("projected peak", "", metrics.get("device_projected", projection.peak)),
+    ]
+    if "device_peak" in metrics:
+        rows.append(("measured peak", "", metrics["device_peak"]))
+    if options.budget.device is not None:
+        rows.append(("allowed", "", options.budget.device))
+    return _table(rows)
+
+
+def _host(host: dict[str, int], program: Program, options: Options) -> str:
+    trained = max(1, sum(s.layout.trainable_elements for s in program.slabs))
+    total = sum(host.values())
+    rows = [(name, "", count) for name, count in host.items() if count]
+    rows.append(("in all", f"{total / trained:.2f} bytes a trained parameter", total))
+    if options.budget.host is not None:
+        rows.append(("allowed", "", options.budget.host))
+    return _table(rows)
+
+
+def _table(rows: list[tuple[str, str, int]]) -> str:
+    return tabulate([(n, format_bytes(b), w) for n, w, b in rows], colalign=("left", "right", "left"), tablefmt="plain")
+
+
+def _lanes(program: Program) -> str:
+    assert program.step is not None
+    counts: dict[str, int] = {}
+    copied = 0
+    for node in program.step.graph.nodes:
+        lane = steps.LANES.get(node.target, "none") if callable(node.target) else "none"
+        if lane != "none":
+            counts[lane] = counts.get(lane, 0) + 1
+        if node.target is steps.fetch:
+            copied += next(s.layout.weight_bytes for s in program.slabs if s.name == node.args[1])
+    rows = [(lane, counts[lane]) for lane in ("compute", "h2d", "d2h", "host") if lane in counts]
+    table = tabulate([(lane, f"{n} nodes") for lane, n in rows], tablefmt="plain")
+    return f"{table}\n{format_bytes(copied)} of weights copied to the device a step"
+
+
+def _last(metrics: dict[str, Any]) -> str:
+    if "loss" not in metrics:
+        return "no step has run yet"
+    return (
+        f"loss {metrics['loss']:.4f}, {metrics['tokens']:,} tokens in {metrics['step_s']:.3f} s "
+        f"({metrics['tokens_per_s']:,.0f} tokens/s); {format_bytes(metrics['h2d_bytes'])} to the device, "
+        f"{format_bytes(metrics['d2h_bytes'])} back; step {metrics['steps']}, {metrics['traces']} trace(s), "
+        f"{metrics['plans']} plan(s), {metrics['compilations']} compiled graphs"
+    )
