@@ -1,16 +1,17 @@
 """Hooks that make a transformers model speak oomc's operators while it is captured.
 
-transformers looks up attention, attention masks and experts by a name in the config. `hooks(model)` registers oomc's own
-functions under the name "oomc", points the model's configs (and all their sub-configs) at it, and puts everything back
-afterwards. Nothing here knows the name of a model: whatever uses the interfaces works.
+transformers looks up attention, attention masks and experts by a name in the config. `hooks(model)` registers oomc's
+own functions under the name "oomc", points the model's configs (and all their sub-configs) at it, and puts everything
+back afterwards. Nothing here knows the name of a model: whatever uses the interfaces works.
 
 A mask function returns a `Mask`, a few words about who sees whom, in place of a tensor; the attention function turns it
-into the arguments of `oomc::attention`. A mask that these words cannot express (chunked attention, bidirectional blocks,
-a mask function of the model's own) is refused instead of dropped.
+into the arguments of `oomc::attention`. A mask that these words cannot express (chunked attention, bidirectional
+blocks, a mask function of the model's own) is refused instead of dropped.
 
-Padding (a 2-D `attention_mask`) becomes a segment of its own: real tokens see real tokens, padding sees padding. So real
-tokens are computed as in eager; what is computed at padded positions differs from eager, where it is of no meaning either.
-Packed rows (`position_ids` that restart, no `attention_mask`) become one segment a document, as transformers finds them.
+Padding (a 2-D `attention_mask`) becomes a segment of its own: real tokens see real tokens, padding sees padding. So
+real tokens are computed as in eager; what is computed at padded positions differs from eager, where it has no meaning
+either: labels there must be -100. Packed rows (`position_ids` that restart, no `attention_mask`) become one segment a
+document, as transformers finds them where it keeps no cache.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def _make_mask(call: _Call, mask_function: Callable[..., Any], attention_mask: T
             packed = values["packed_sequence_mask"]
         elif name != "bidirectional_mask_function":
             raise UnsupportedError(
-                f"this model masks attention with transformers' `{name}`; oomc supports causal and sliding-window masks, "
-                "padding and packed rows"
+                f"this model masks attention with transformers' `{name}`; oomc supports causal and sliding-window "
+                "masks, padding and packed rows"
             )
     if attention_mask is not None:
         return Mask(causal, window, attention_mask.to(torch.bool).to(torch.int64))
@@ -155,8 +156,8 @@ def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
 def find_eager_expert_loops(model: nn.Module) -> list[str]:
     """Names of modules whose forward loops over experts that data selects; such a loop cannot be traced.
 
-    Found in the source of a module's own forward: a `for` loop together with `nonzero`, one-argument `where`, `tolist` or
-    `unique`. Modules that go through transformers' experts interface do not count, since the interface replaces it.
+    Found in the source of a module's own forward: a `for` loop together with `nonzero`, one-argument `where`, `tolist`
+    or `unique`. Modules that go through transformers' experts interface do not count, since the interface replaces it.
     """
     verdicts: dict[type, bool] = {}
     found = []
@@ -206,8 +207,8 @@ def _delta_rule(call: _Call) -> Callable[..., tuple[Tensor, None]]:
     ) -> tuple[Tensor, None]:
         if call.packed or kwargs.get("cu_seqlens") is not None:
             raise UnsupportedError(
-                "this model has linear attention, whose state would run on from one packed document into the next; pass "
-                "one document a row, without position_ids"
+                "this model has linear attention, whose state would run on from one packed document into the next; "
+                "pass one document a row, without position_ids"
             )
         if initial_state is not None or output_final_state:
             raise UnsupportedError("linear attention with a cache is not part of a training step; pass use_cache=False")

@@ -1,8 +1,8 @@
 """A small mixture-of-experts language model in plain PyTorch.
 
-Nothing here knows of oomc: causal attention through scaled_dot_product_attention, and a top-k layer whose stacked expert
-weights are applied one expert after another to all tokens, weighted by zero where a token did not choose the expert. That
-is the form one writes first; finding the experts in it is the compiler's task.
+Nothing here knows of oomc: causal attention through scaled_dot_product_attention, and a top-k layer whose stacked
+expert weights are applied one expert after another to all tokens, weighted by zero where a token did not choose the
+expert. That is the form one writes first; finding the experts in it is the compiler's task.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -101,4 +101,5 @@ class PlainMoe(nn.Module):
         logits: Tensor = self.head(self.norm(x)).float()
         if labels is None:
             return logits
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        following = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        return F.cross_entropy(logits.flatten(0, 1), following.flatten(), ignore_index=-100)

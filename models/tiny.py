@@ -117,8 +117,8 @@ def build(
 def _spread(model: nn.Module) -> None:
     """Move weights off values at which they have no effect, so that tests see it.
 
-    Norms, biases and sinks start as constants. The decay of linear attention (A_log) starts so strong that a state hardly
-    outlives one token, and its gradient is then rounding noise.
+    Norms, biases and sinks start as constants. The decay of linear attention (A_log) starts so strong that a state
+    hardly outlives one token, and its gradient is then rounding noise.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():

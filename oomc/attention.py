@@ -33,9 +33,7 @@ from oomc.opdef import define, wide
 _SCORE_BYTES = {"cpu": 8 << 20, "cuda": 128 << 20}
 _MIN_ROWS = 64  # fewer query rows than this make thin matmuls: lanes are split first
 
-_ARGS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? segments, float scale, bool causal, SymInt? window, float softcap"
-)
+_OPTIONS = "Tensor? segments, float scale, bool causal, SymInt? window, float softcap"
 
 
 def _check(
@@ -99,14 +97,15 @@ class _Tiled:
         batch = max(1, min(lanes // self.kv_heads, self.batch))
         rows = max(1, min(self.rows, bound // (row * heads * batch)))
         shift = self.keys - self.rows
-        for b, h, r in product(
-            range(0, self.batch, batch), range(0, self.kv_heads, heads), range(0, self.rows, rows)
-        ):
+        for b, h, r in product(range(0, self.batch, batch), range(0, self.kv_heads, heads), range(0, self.rows, rows)):
             end = min(r + rows, self.rows)
             hi = min(self.keys, end + shift) if self.causal else self.keys
             lo = 0 if self.window is None else max(0, r + shift - self.window + 1)
             yield _Tile(
-                slice(b, min(b + batch, self.batch)), slice(h, min(h + heads, self.kv_heads)), slice(r, end), slice(lo, hi)
+                slice(b, min(b + batch, self.batch)),
+                slice(h, min(h + heads, self.kv_heads)),
+                slice(r, end),
+                slice(lo, hi),
             )
 
     def wide(self, x: Tensor) -> Tensor:
@@ -133,7 +132,10 @@ class _Tiled:
             if self.window is not None:
                 mask = mask.logical_or_(key <= row - self.window)
         if segments is not None:
-            of_row, of_key = segments[t.batch, None, None, first:last, None], segments[t.batch, None, None, None, t.keys]
+            of_row, of_key = (
+                segments[t.batch, None, None, first:last, None],
+                segments[t.batch, None, None, None, t.keys],
+            )
             mask = of_row != of_key if mask is None else (of_row != of_key).logical_or_(mask)
         return mask
 
@@ -160,7 +162,7 @@ def _tiled(q: Tensor, k: Tensor, scale: float, causal: bool, window: int | None,
 
 
 def _heads_inside(x: Tensor, heads: int, rows: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Empty [B, heads, rows, size] laid out as [B, rows, heads, size], which is how models store it before and after."""
+    """Empty [B, heads, rows, size] laid out as [B, rows, heads, size], as models store it before and after."""
     return x.new_empty(x.shape[0], rows, heads, size, dtype=dtype or x.dtype).transpose(1, 2)
 
 
@@ -232,7 +234,9 @@ def _backward(
     kernel = kernels.choose(q, k, v, segments is not None, causal, window, softcap)
     if kernel != "tiled":
         # With out and lse that include the sink, the kernels' own formula is exact for q, k and v.
-        dq, dk, dv = (_as_heads_inside(g) for g in kernels.backward(kernel, dout, q, k, v, out, lse, scale, causal, window))
+        dq, dk, dv = (
+            _as_heads_inside(g) for g in kernels.backward(kernel, dout, q, k, v, out, lse, scale, causal, window)
+        )
         delta = lse if sinks is None else (dout * out).sum(-1, dtype=lse.dtype)
         return dq, dk, dv, _sink_gradient(sinks, lse, delta)
     call = _tiled(q, k, scale, causal, window, softcap)
@@ -308,7 +312,7 @@ def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
 
 attention_backward = define(
     "attention_backward",
-    f"(Tensor dout, {_ARGS.replace('Tensor? sinks', 'Tensor out, Tensor lse, Tensor? sinks')})"
+    f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? sinks, {_OPTIONS})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
@@ -316,7 +320,7 @@ attention_backward = define(
 )
 attention = define(
     "attention",
-    f"({_ARGS}) -> (Tensor, Tensor)",
+    f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_OPTIONS}) -> (Tensor, Tensor)",
     _forward,
     _forward_fake,
     traceable=True,

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 Kernel = Literal["cudnn", "flash", "tiled"]
 _aten = torch.ops.aten
@@ -59,8 +59,8 @@ def forward(
     padded = F.pad(v, (0, q.shape[3] - v.shape[3])) if v.shape[3] != q.shape[3] else v
     left, right = (-1, -1) if window is None else (window - 1, 0)
     out, lse, *_ = _aten._flash_attention_forward(
-        _rows_outside(q), _rows_outside(k), _rows_outside(padded), None, None, q.shape[2], k.shape[2], 0.0, causal, False,
-        scale=scale, window_size_left=left, window_size_right=right,
+        _rows_outside(q), _rows_outside(k), _rows_outside(padded), None, None, q.shape[2], k.shape[2], 0.0, causal,
+        False, scale=scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
     return out[..., : v.shape[3]].transpose(1, 2), lse
 
@@ -78,22 +78,23 @@ def backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes of q, k, v and any strides, from what `forward` returned."""
-    # The philox state is read only with dropout, of which there is none.
-    state = torch.empty((2,), dtype=torch.int64, device="cpu")
     if kernel == "cudnn":
         q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
         # cuDNN wants the gradient in the layout of the output.
         dout = torch.empty_like(out).copy_(dout) if dout.stride() != out.stride() else dout
+        seed = torch.empty((), dtype=torch.int64, device=q.device)  # read only with dropout, of which there is none
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, lse.unsqueeze(-1), state[0], state[1], None, None, None, q.shape[2], k.shape[2], 0.0, causal,
+            dout, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal,
             scale=scale,
         )  # fmt: skip
         return dq, dk, dv
     pad = q.shape[3] - v.shape[3]
     dout, out, padded = (F.pad(x, (0, pad)) if pad else x for x in (dout, out, v))
     left, right = (-1, -1) if window is None else (window - 1, 0)
+    state = torch.empty((2,), dtype=torch.uint64, device=q.device)  # read only with dropout, as above
     dq, dk, dv = _aten._flash_attention_backward(
-        _rows_outside(dout), _rows_outside(q), _rows_outside(k), _rows_outside(padded), _rows_outside(out), lse, None, None,
-        q.shape[2], k.shape[2], 0.0, causal, state, state[0], scale=scale, window_size_left=left, window_size_right=right,
+        _rows_outside(dout), _rows_outside(q), _rows_outside(k), _rows_outside(padded), _rows_outside(out), lse,
+        None, None, q.shape[2], k.shape[2], 0.0, causal, state, state.new_empty(()),
+        scale=scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
     return dq.transpose(1, 2), dk.transpose(1, 2), dv[..., : v.shape[3]].transpose(1, 2)

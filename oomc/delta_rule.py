@@ -13,8 +13,9 @@ Within a chunk, with G the running sum of g and D[i, j] = exp(G_i - G_j) for j <
     P = q k^T * D                     N = U - W S
     out = (q exp(G)) S + P N          S' = exp(G_last) S + (k exp(G_last - G))^T N
 
-The forward keeps the state before each chunk and after the last. The backward goes over the chunks from last to first, computes each again
-and applies the derivative of the equations above. Memory is linear in the sequence, whatever the chunk's temporaries.
+The forward keeps the state before each chunk and after the last. The backward goes over the chunks from last to first,
+computes each again and applies the derivative of the equations above. Beside inputs, outputs and states, memory is that
+of one chunk.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class _Chunk(NamedTuple):
 
 
 def _rows(x: Tensor, start: int, end: int, heads: int) -> Tensor:
-    """Positions start:end of [B, S, H, ...] as [B, heads, C, ...] in the wide dtype; a head serves heads / H in a row."""
+    """Positions start:end of [B, S, H, ...] as [B, heads, C, ...] in the wide dtype, heads repeated to their number."""
     part = x[:, start:end].transpose(1, 2).to(wide(x.dtype))
     repeat = heads // x.shape[2]
     return part.contiguous() if repeat == 1 else part.repeat_interleave(repeat, dim=1)

@@ -3,8 +3,8 @@
 So chunks, recomputation and any order of execution see the same mask, on every device, with nothing saved for the
 backward but 16 bytes. The mask is not that of torch's dropout for the same seed.
 
-Positions are hashed with the finaliser of splitmix64 (Steele, Lea, Flood 2014) applied twice, with a key that is itself a
-hash of seed, step and site; the arithmetic is that of int64 with wrap-around, which CPU and CUDA do alike.
+Positions are hashed with the finaliser of splitmix64 (Steele, Lea, Flood 2014) applied twice, with a key that is
+itself a hash of seed, step and site; the arithmetic is that of int64 with wrap-around, which CPU and CUDA do alike.
 """
 
 from __future__ import annotations

@@ -115,7 +115,9 @@ def _combine_fake(y: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) ->
     return y.new_empty(weights.shape[0], y.shape[1])
 
 
-def _combine_backward(dout: Tensor, y: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+def _combine_backward(
+    dout: Tensor, y: Tensor, weights: Tensor, order: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
     """dy [N, D] and dweights [T, k] from dout [T, D]."""
     slots, dtype = inverse.view(weights.shape), wide(y.dtype)
     dy = y.new_empty(y.shape)
@@ -171,13 +173,17 @@ def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _one_kernel(*tensors: Tensor) -> bool:
-    """Whether torch's grouped kernel takes these: CUDA, bf16, one unit stride each, the others multiples of 16 bytes."""
+    """Whether torch's grouped kernel takes these: CUDA, bf16, one unit stride each, the others multiples of 16 bytes.
+
+    The last size is a multiple of 16 bytes too: the kernel would pad the rows of its result otherwise.
+    """
     return all(
         t.device.type == "cuda"
         and t.dtype == torch.bfloat16
         and t.numel() > 0
         and 1 in t.stride()[-2:]
         and sum(s % 8 != 0 for s in t.stride()) == 1
+        and t.shape[-1] % 8 == 0
         and t.data_ptr() % 16 == 0
         for t in tensors
     )
@@ -268,8 +274,8 @@ def _grouped_bias(x: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     """[N, F]: x plus the bias [E, F] of each slot's expert."""
     if x.device.type == "cuda":
         slot = torch.arange(x.shape[0], device=x.device, dtype=offsets.dtype)
-        expert = torch.searchsorted(offsets, slot, right=True).clamp_(max=bias.shape[0] - 1)
-        return bias.index_select(0, expert).add_(x)
+        expert_of = torch.searchsorted(offsets, slot, right=True).clamp_(max=bias.shape[0] - 1)
+        return bias.index_select(0, expert_of).add_(x)
     out = x.new_empty(x.shape)
     end = 0
     for expert, start, end in _groups(offsets):
@@ -290,7 +296,7 @@ def _grouped_sum(x: Tensor, offsets: Tensor) -> Tensor:
         return _grouped_mm_weight(ones, x, offsets, False)[:, 0].contiguous()
     out = x.new_empty(offsets.shape[0], x.shape[1])
     for expert, start, end in _groups(offsets):
-        torch.sum(x[start:end], 0, out=out[expert])
+        torch.sum(x[start:end], dim=0, out=out[expert])
     return out
 
 

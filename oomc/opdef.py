@@ -53,8 +53,8 @@ def define(
 
     Args:
         name: name without namespace.
-        schema: the schema after the name, as in "(Tensor x, int k) -> Tensor". Nothing may be mutated, and no output may
-            share memory with an input or another output.
+        schema: the schema after the name, as in "(Tensor x, int k) -> Tensor". Nothing may be mutated, and no output
+            may share memory with an input or another output.
         body: computes the outputs, on every device.
         fake: returns empty outputs of the same shapes, dtypes, devices and strides as `body`.
         traceable: see `Body`.

@@ -45,9 +45,7 @@ __all__ = [
     "route",
 ]
 
-FENCES: frozenset[OpOverload] = frozenset(
-    {attention, attention_backward, gated_delta_rule, gated_delta_rule_backward}
-)
+FENCES: frozenset[OpOverload] = frozenset({attention, attention_backward, gated_delta_rule, gated_delta_rule_backward})
 """Operators that mix the tokens of a sequence. Batch rows stay independent."""
 
 
@@ -60,7 +58,7 @@ def _overloads(*names: str) -> set[OpOverload]:
 NEVER_RECOMPUTE: frozenset[OpOverload] = frozenset(
     {route, *_overloads("topk", "sort", "argsort", "kthvalue", "argmax", "argmin", "median", "mode", "msort")}
 )
-"""Operators whose result may change on the slightest change of their input, so that the backward must see the same one."""
+"""Operators whose result may jump on the slightest change of their input: the backward must see the same one."""
 
 
 def is_oomc(op: Any) -> bool:

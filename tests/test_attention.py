@@ -23,7 +23,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def _inputs(
-    dtype: torch.dtype, rows: int = 45, device: str = "cpu", heads: tuple[int, int] = (6, 2), sizes: tuple[int, int] = (16, 8)
+    dtype: torch.dtype,
+    rows: int = 45,
+    device: str = "cpu",
+    heads: tuple[int, int] = (6, 2),
+    sizes: tuple[int, int] = (16, 8),
 ) -> list[Tensor]:
     """q, k, v as a model makes them (heads inside), and sinks."""
     torch.manual_seed(0)

@@ -7,7 +7,8 @@ from torch import Tensor
 from oomc.delta_rule import gated_delta_rule
 
 
-def _naive(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, l2norm: bool) -> Tensor:
+def _naive(inputs: list[Tensor], l2norm: bool) -> Tensor:
+    q, k, v, g, beta = inputs
     repeat = v.shape[2] // k.shape[2]
     q, k = (x.repeat_interleave(repeat, 2) for x in (q, k))
     if l2norm:
@@ -37,7 +38,7 @@ def test_equals_definition(rows: int, chunk: int, l2norm: bool) -> None:
         with torch.no_grad():
             inputs[1].mul_(0.2)  # keys longer than 1 make the state grow
     out, states = gated_delta_rule(*inputs, chunk, l2norm)
-    want = _naive(*inputs, l2norm)
+    want = _naive(inputs, l2norm)
     torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-12)
     seed = torch.randn_like(out)
     got = torch.autograd.grad(out, inputs, seed)
@@ -54,7 +55,7 @@ def test_bf16_is_as_good_as_eager() -> None:
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     inputs = _inputs(70, torch.bfloat16)
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    want = _naive(*exact, True)
+    want = _naive(exact, True)
     ours, _ = gated_delta_rule(*inputs, 64, True)
     eager, _ = modeling.torch_chunk_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=True)
     seed = torch.randn_like(want).to(torch.bfloat16)

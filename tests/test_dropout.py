@@ -33,7 +33,9 @@ def test_extremes() -> None:
 def test_masks_of_other_seeds_steps_sites_and_positions_are_independent() -> None:
     n = 1 << 18
     base = _mask((n,), 0.5)
-    others = [_mask((n,), 0.5, **{key: value}) for key in ("seed", "step", "site", "offset") for value in (2, 3, 1 << 30)]
+    others = [
+        _mask((n,), 0.5, **{key: value}) for key in ("seed", "step", "site", "offset") for value in (2, 3, 1 << 30)
+    ]
     others += [base.roll(lag) for lag in (1, 2, 64, 1024)]
     for other in others:
         agreement = (base == other).double().mean()
@@ -59,7 +61,7 @@ def test_backward_uses_the_forward_mask() -> None:
     x = torch.ones(1000, requires_grad=True)
     out = dropout(x, 0.3, _rng(9, 1), 4, 0)
     out.sum().backward()
-    assert torch.equal(x.grad, out.detach())
+    assert x.grad is not None and torch.equal(x.grad, out.detach())
 
 
 def test_registration() -> None:
