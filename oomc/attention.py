@@ -10,7 +10,8 @@ Query i stands at position i + T - S (the queries are the last S of T positions)
 Scores are scale * q.k, then softcap * tanh(scores / softcap). A sink is one more logit of its head that takes part in
 the softmax's denominator and carries no value (GPT-OSS).
 
-Key-value heads are never expanded. The tiled form below holds scores for a bounded number of queries; the kernels of
+Bodies take parts of tensors with narrow and unsqueeze: indexing asks for the device, which a fake CUDA tensor on a
+machine without CUDA does not have. Key-value heads are never expanded. The tiled form below holds scores for a bounded number of queries; the kernels of
 cuDNN and flash attention (attention_kernels.py) are used on CUDA where they can express the call.
 """
 
@@ -54,6 +55,11 @@ def _check(
         raise UnsupportedError("oomc::attention: segments are integers")
 
 
+def _part(x: Tensor, dim: int, part: slice) -> Tensor:
+    """A slice of one dimension, as a view."""
+    return x.narrow(dim, part.start, part.stop - part.start)
+
+
 @dataclass(frozen=True)
 class _Tile:
     """Index ranges of batch rows, KV heads, query rows, and of the keys that any of these rows sees."""
@@ -65,11 +71,11 @@ class _Tile:
 
     def keys_of(self, x: Tensor) -> Tensor:
         """[B, Hkv, T, D], contiguous, as a view [batch * heads, keys, D]."""
-        return x[self.batch, self.heads, self.keys].flatten(0, 1)
+        return _part(_part(_part(x, 0, self.batch), 1, self.heads), 2, self.keys).flatten(0, 1)
 
     def rows_of(self, x: Tensor) -> Tensor:
         """[B, Hkv, group, S, ...] as a view of the tile's part."""
-        return x[self.batch, self.heads, :, self.rows]
+        return _part(_part(_part(x, 0, self.batch), 1, self.heads), 3, self.rows)
 
 
 @dataclass(frozen=True)
@@ -126,15 +132,15 @@ class _Tiled:
         first, last = t.rows.start + self.keys - self.rows, t.rows.stop + self.keys - self.rows
         mask: Tensor | None = None
         if self.causal:
-            row = torch.arange(first, last, device=self.device)[:, None]
+            row = torch.arange(first, last, device=self.device).unsqueeze(1)
             key = torch.arange(t.keys.start, t.keys.stop, device=self.device)
             mask = key > row
             if self.window is not None:
                 mask = mask.logical_or_(key <= row - self.window)
         if segments is not None:
             of_row, of_key = (
-                segments[t.batch, None, None, first:last, None],
-                segments[t.batch, None, None, None, t.keys],
+                _part(_part(segments, 0, t.batch), 1, slice(first, last)).reshape(-1, 1, 1, last - first, 1),
+                _part(_part(segments, 0, t.batch), 1, t.keys).unsqueeze(1).unsqueeze(1).unsqueeze(1),
             )
             mask = of_row != of_key if mask is None else (of_row != of_key).logical_or_(mask)
         return mask
@@ -151,7 +157,7 @@ class _Tiled:
 
     def sinks(self, sinks: Tensor, t: _Tile) -> Tensor:
         """[Hq] as [1, heads, group, 1] in the wide dtype."""
-        return sinks.to(self.dtype).view(1, self.kv_heads, self.group, 1)[:, t.heads]
+        return _part(sinks.to(self.dtype).view(1, self.kv_heads, self.group, 1), 1, t.heads)
 
 
 def _tiled(q: Tensor, k: Tensor, scale: float, causal: bool, window: int | None, softcap: float) -> _Tiled:
@@ -189,8 +195,8 @@ def _forward(
         out, lse = kernels.forward(kernel, q, k, v, scale, causal, window)
         if sinks is not None:
             # A sink only adds to the denominator: rescale by what is left of it.
-            with_sink = torch.logaddexp(lse, sinks.float()[None, :, None])
-            out = out * (lse - with_sink).exp_().to(out.dtype)[..., None]
+            with_sink = torch.logaddexp(lse, sinks.float().view(1, -1, 1))
+            out = out * (lse - with_sink).exp_().to(out.dtype).unsqueeze(-1)
             lse = with_sink
         return _as_heads_inside(out), lse.contiguous()
     call = _tiled(q, k, scale, causal, window, softcap)
@@ -203,11 +209,11 @@ def _forward(
         top = p.amax(-1)
         if sinks is not None:
             top = torch.maximum(top, call.sinks(sinks, t))
-        total = p.sub_(top[..., None]).exp_().sum(-1)
+        total = p.sub_(top.unsqueeze(-1)).exp_().sum(-1)
         if sinks is not None:
             total += (call.sinks(sinks, t) - top).exp_()
         o = torch.bmm(p.view(-1, call.group * p.shape[3], p.shape[4]), t.keys_of(v)).view(*top.shape, -1)
-        t.rows_of(out_rows).copy_(o.div_(total[..., None]))
+        t.rows_of(out_rows).copy_(o.div_(total.unsqueeze(-1)))
         t.rows_of(lse_rows).copy_(total.log_().add_(top))
     return out, lse
 
@@ -252,7 +258,7 @@ def _backward(
         score = call.scores(t, q_block, k, call.hidden(t, segments))
         # A hidden score is -inf; its slope may be any number, since its probability is 0.
         slope = (score / softcap).clamp_(min=-1.0).square_().neg_().add_(1.0) if softcap else None
-        p = score.sub_(t.rows_of(lse_rows)[..., None]).exp_().view(-1, q_block.shape[1], score.shape[4])
+        p = score.sub_(t.rows_of(lse_rows).unsqueeze(-1)).exp_().view(-1, q_block.shape[1], score.shape[4])
         inner = (dout_block * call.block(out_rows, t)).sum(-1, keepdim=True)
         t.rows_of(delta_rows).copy_(inner.view(score.shape[:-1]))
         t.keys_of(dv_sum).baddbmm_(p.mT, dout_block)
@@ -269,7 +275,7 @@ def _sink_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
     """[Hq]: minus the sink's probability times the row's sum of dout * out, over batch and rows; [0] without sinks."""
     if sinks is None:
         return lse.new_empty(0)
-    return (sinks.to(lse.dtype)[None, :, None] - lse).exp_().mul_(delta).sum((0, 2)).neg_().to(sinks.dtype)
+    return (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp_().mul_(delta).sum((0, 2)).neg_().to(sinks.dtype)
 
 
 def _forward_fake(

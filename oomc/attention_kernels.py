@@ -62,7 +62,7 @@ def forward(
         _rows_outside(q), _rows_outside(k), _rows_outside(padded), None, None, q.shape[2], k.shape[2], 0.0, causal,
         False, scale=scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
-    return out[..., : v.shape[3]].transpose(1, 2), lse
+    return out.narrow(-1, 0, v.shape[3]).transpose(1, 2), lse
 
 
 def backward(
@@ -97,4 +97,4 @@ def backward(
         None, None, q.shape[2], k.shape[2], 0.0, causal, state, state.new_empty(()),
         scale=scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv[..., : v.shape[3]].transpose(1, 2)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.narrow(-1, 0, v.shape[3]).transpose(1, 2)

@@ -55,12 +55,10 @@ def append_placeholder(module: fx.GraphModule, name: str, val: torch.Tensor) -> 
 
 
 def erase_dead(graph: fx.Graph) -> bool:
-    """Erase what nothing uses; ops that write to memory that is used stay, as do placeholders."""
+    """Erase what nothing uses; ops that write to memory stay, since a view of it may be used, as do placeholders."""
     changed = False
     for node in reversed(list(graph.nodes)):
-        if node.op in ("placeholder", "output") or node.users:
-            continue
-        if is_mutating(node) and any(len(n.users) > 1 or n.op == "placeholder" for n in node.all_input_nodes):
+        if node.op in ("placeholder", "output") or node.users or is_mutating(node):
             continue
         graph.erase_node(node)
         changed = True
