@@ -113,7 +113,7 @@ class _Data:
         (output,) = program.forward.graph.find_nodes(op="output")
         self.loss: fx.Node = output.args[0][0]
         self.identities: dict[fx.Node, Identity] = {}
-        self.sums: dict[fx.Node, Sum] = {}
+        self.sums: dict[Any, Sum] = {}
         self.arrived: dict[str, Sum] = {}
         self.rngs: dict[int, fx.Node] = {}
         self.expected = self._expect_contributions()
@@ -145,7 +145,7 @@ class _Data:
                 self._verify_run(node)
             elif node.target in (steps.offload, steps.gradients):
                 self._verify_gradients(node)
-            elif node.op == "output" and self.identities.get(node.args[0]) != ("value", self.loss.name):
+            elif node.op == "output" and self._known(node.args[0]) != ("value", self.loss.name):
                 self.faults.add("the step does not return the loss", node)
         for name in self.worksets:
             for variant, wanted in (("forward", 1), ("backward", int(name in self.backward))):
@@ -170,7 +170,7 @@ class _Data:
         if word is steps.size:
             return ("size", self._size_letter(node))
         if word is steps.calc:
-            given = [self.identities.get(a, ("size", str(a)))[1] for a in args[1:]]
+            given = [self._known(a)[1] for a in args[1:]]
             if any(g not in (letter, "1") for g, letter in zip(given, "BS", strict=True)):
                 self.faults.add(f"the formula is computed from {given}, not from B and S", node)
             return ("size", args[0])
@@ -186,8 +186,11 @@ class _Data:
         self._identify_sum(node)
         return (getattr(word, "__name__", str(word)),)
 
+    def _known(self, arg: Any) -> Identity:
+        return self.identities.get(arg, ("unknown", "")) if isinstance(arg, fx.Node) else ("size", str(arg))
+
     def _size_letter(self, node: fx.Node) -> str:
-        source = self.identities.get(node.args[0], ())
+        source = self._known(node.args[0])
         val = next((meta.tensor(n) for n, s in self.specs.items() if ("input", s.target) == source), None)
         axes = self.program.notes["symbols"].axes(val) if val is not None else (None, None)
         letter = next((name for name, dim in zip("BS", axes, strict=True) if dim == node.args[1]), "")
@@ -228,7 +231,7 @@ class _Data:
     def _identify_sum(self, node: fx.Node) -> None:
         word = node.target
         if word is steps.ones_like:
-            if self.identities.get(node.args[0]) != ("value", self.loss.name):
+            if self._known(node.args[0]) != ("value", self.loss.name):
                 self.faults.add("it starts the backward from what is not the loss", node)
             self.sums[node] = Counter({LOSS: 1})
         elif word is steps.zeros_like:
@@ -278,7 +281,7 @@ class _Data:
         return ("resident" if spec.kind in ("buffer", "constant") else spec.kind, spec.target)
 
     def _verify_argument(self, node: fx.Node, arg: Any, want: Identity, take: fx.Node) -> None:
-        got = self.identities.get(arg, ("unknown",)) if isinstance(arg, fx.Node) else ("size", str(arg))
+        got = self._known(arg)
         if got != want:
             says = "; what is never recomputed comes from the first forward" if want[0] == "saved value" else ""
             self.faults.add(f"it must be given {_text(want)}, and is given {_text(got)} (%{arg}){says}", node)

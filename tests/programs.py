@@ -1,0 +1,246 @@
+"""Small plain-PyTorch models, their programs at each stage, and an interpreter that runs a step graph word by word."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from oomc import pipeline, steps
+from oomc.capture import Batch, capture
+from oomc.passes.choose_residency import Candidate, ChooseResidency
+from oomc.plan import Budget
+from oomc.program import Program
+from oomc.runtime.compute import run_chunks
+from oomc.simulate import Profiler
+
+VOCAB, SIZES = 24, (2, 12)
+RNG = torch.tensor([7, 3])
+
+
+class Layer(nn.Module):
+    """Attention (without projections of its own), dropout, and top-k experts."""
+
+    def __init__(self, size: int, experts: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(size), nn.Linear(size, 3 * size)
+        self.dropout = dropout
+        self.router = nn.Linear(size, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, size, size) * 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x))[:, None].chunk(3, -1)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+        x = x + F.dropout(a, self.dropout, self.training)
+        weights, chosen = self.router(x).softmax(-1).topk(2, -1)
+        y = torch.zeros_like(x)
+        for expert, up in enumerate(self.up.unbind()):
+            y = y + (weights * (chosen == expert)).sum(-1, keepdim=True) * torch.tanh(x @ up)
+        return x + y
+
+
+class TopK(nn.Module):
+    """Embedding, layers, norm, head and mean loss."""
+
+    def __init__(self, layers: int = 2, size: int = 8, dropout: float = 0.25, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, size)
+        self.layers = nn.ModuleList(Layer(size, 4, dropout) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(size), nn.Linear(size, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+class Mlp(nn.Module):
+    """The smallest model with layers: two residual linear layers between embedding and head."""
+
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, size)
+        self.layers = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(2))
+        self.head = nn.Linear(size, VOCAB, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def model(kind: str) -> nn.Module:
+    """`topk`, `plain` (topk without dropout), `tied` or `mlp`, with fixed random weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        if kind == "mlp":
+            return Mlp()
+        return TopK(dropout=0.25 if kind == "topk" else 0.0, tied=kind == "tied")
+
+
+def batch(sizes: tuple[int, int] = SIZES) -> dict[str, Tensor]:
+    """Token ids and labels, some of which do not count."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, VOCAB, sizes, generator=generator)
+    labels = torch.randint(0, VOCAB, sizes, generator=generator)
+    labels[:, ::5] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def captured(own: nn.Module) -> Program:
+    """The forward graph as captured."""
+    return capture(own, Batch.bind(own, (), batch()))
+
+
+@cache
+def _captured(kind: str) -> Program:
+    return captured(model(kind))
+
+
+def before_passes(kind: str) -> Program:
+    """The program as captured; the graph is a copy, the symbols in it are shared."""
+    program = _captured(kind)
+    graph = copied(program.forward.graph)
+    forward = fx.GraphModule(program.forward, graph)
+    return replace(program, forward=forward, inputs=list(program.inputs), notes=dict(program.notes))
+
+
+def after(kind: str, name: str) -> Program:
+    """The program after the pass `name` of those that every plan shares, each verified."""
+    names = [p.name for p in pipeline.MODEL_PASSES]
+    return pipeline.run_passes(before_passes(kind), pipeline.MODEL_PASSES[: names.index(name) + 1], verify=True)
+
+
+@cache
+def _bare(kind: str) -> Program:
+    return after(kind, "assemble")
+
+
+def bare(kind: str) -> Program:
+    """The program with its bare step graph; the graph is a copy."""
+    return with_own_step(_bare(kind))
+
+
+@cache
+def profiler(kind: str) -> Profiler:
+    """The profiler of all copies of a kind's program."""
+    return Profiler(_bare(kind))
+
+
+def up_to(kind: str, name: str, candidate: Candidate | None = None, accumulate: bool = False) -> Program:
+    """The program after the pass `name` of those that are run for each plan; the step graph is a copy."""
+    return with_own_step(_up_to(kind, name, candidate, accumulate))
+
+
+@cache
+def _up_to(kind: str, name: str, candidate: Candidate | None, accumulate: bool) -> Program:
+    program = bare(kind)
+    chosen = ChooseResidency(SIZES, Budget(), candidate or Candidate(8, 1, True), accumulate)
+    passes = pipeline.step_passes(chosen)
+    names = [p.name for p in passes]
+    return pipeline.run_passes(program, passes[: names.index(name) + 1], verify=True)
+
+
+def with_own_step(program: Program) -> Program:
+    """A copy of the program whose step graph may be changed."""
+    assert program.step is not None
+    return replace(program, step=fx.GraphModule(nn.Module(), copied(program.step.graph), class_name="Step"))
+
+
+def copied(source: fx.Graph) -> fx.Graph:
+    """A copy of a graph; values are shared, metadata is not."""
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(source, mapping))
+    for old, new in mapping.items():
+        new.meta = copy.copy(old.meta)
+    return graph
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a step graph of any stage: copies are the parameters themselves, gradients are summed by name."""
+
+    def __init__(self, program: Program, tensors: Mapping[str, Tensor]) -> None:
+        assert program.step is not None
+        super().__init__(program.step)
+        self.program, self.tensors = program, tensors
+        self.params = {s.name: s.params for s in program.slabs}
+        self.grads: dict[str, Tensor] = {}
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in (steps.weights, steps.wait):
+            return tuple(self.tensors[n] for n in self.params[args[1]])
+        if target is steps.fetch:
+            return args[1]
+        if target is steps.resident:
+            return self.tensors[args[1]]
+        if target is steps.rng:
+            return RNG
+        if target is steps.run:
+            return getattr(self.program.forms[args[1]], args[2])(*args[3:])
+        if target is steps.run_chunks:
+            form, chunk = self.program.forms[args[1]], args[3] if args[3][0] else SIZES
+            return run_chunks(form, args[2], getattr(form, args[2]), chunk, args[4:])
+        if target in (steps.gradients, steps.offload):
+            for name, grad in zip(args[2], args[3], strict=True):
+                self.grads[name] = self.grads[name] + grad if name in self.grads else grad
+            return None
+        if target in (steps.release, steps.retire, steps.update, steps.await_update):
+            return None
+        return super().call_function(target, args, kwargs)
+
+
+def tensors_of(program: Program, own: nn.Module) -> dict[str, Tensor]:
+    """Parameters, buffers and constants by name."""
+    named = {**dict(own.named_parameters()), **dict(own.named_buffers()), **program.constants}
+    return {n: t.detach() for n, t in named.items()}
+
+
+def run_step(program: Program, own: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients by the step graph."""
+    interpreter = _Interpreter(program, tensors_of(program, own))
+    inputs = batch()
+    with torch.no_grad():
+        loss = interpreter.run(None, *(inputs[s.target] for s in program.inputs if s.kind == "input"))
+    return loss, interpreter.grads
+
+
+def run_forward(program: Program, own: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients by the forward graph under autograd."""
+    known: dict[str, Tensor] = tensors_of(program, own) | batch() | {"rng": RNG}
+    leaves = {n: known[n].clone().requires_grad_() for n, _ in own.named_parameters()}
+    (loss,) = program.forward(*((known | leaves)[s.target] for s in program.inputs))
+    loss.backward()
+    return loss.detach(), {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}
+
+
+def run_eager(own: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients by the model itself."""
+    own.zero_grad()
+    loss = own(**batch())
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in own.named_parameters() if p.grad is not None}
+
+
+def assert_same(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]]) -> None:
+    """Loss within 1e-6 (relative) and every gradient within 1e-5 (norm)."""
+    assert abs(got[0] - want[0]) <= 1e-6 * abs(want[0])
+    assert got[1].keys() == want[1].keys()
+    for name, grad in want[1].items():
+        assert (got[1][name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+def assert_runs(program: Program, own: nn.Module) -> None:
+    """The step graph gives eager's loss and gradients, or, where there is dropout, those of the forward graph."""
+    random = any(s.kind == "rng" for s in program.inputs)
+    assert_same(run_step(program, own), run_forward(program, own) if random else run_eager(own))
