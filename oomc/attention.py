@@ -10,8 +10,7 @@ Query i stands at position i + T - S (the queries are the last S of T positions)
 Scores are scale * q.k, then softcap * tanh(scores / softcap). A sink is one more logit of its head that takes part in
 the softmax's denominator and carries no value (GPT-OSS).
 
-Bodies take parts of tensors with narrow and unsqueeze: indexing asks for the device, which a fake CUDA tensor on a
-machine without CUDA does not have. Key-value heads are never expanded. The tiled form below holds scores for a bounded number of queries; the kernels of
+Key-value heads are never expanded. The tiled form below holds scores for a bounded number of queries; the kernels of
 cuDNN and flash attention (attention_kernels.py) are used on CUDA where they can express the call.
 """
 

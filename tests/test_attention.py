@@ -10,6 +10,7 @@ from oomc import attention as module
 from oomc import attention_kernels as kernels
 from oomc.attention import attention
 from oomc.errors import UnsupportedError
+from oomc.opdef import BODIES
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -185,6 +186,20 @@ def test_schemas_of_private_kernels() -> None:
         arguments = getattr(torch.ops.aten, name).default._schema.arguments
         assert [a.name for a in arguments if not a.kwarg_only] == positional, name
         assert keywords <= {a.name for a in arguments if a.kwarg_only}, name
+
+
+@pytest.mark.parametrize("options", [(True, None, 0.0), (True, 9, 0.0)])
+def test_kernels_take_fake_cuda_tensors(options: tuple[bool, int | None, float]) -> None:
+    """Calls and shapes of the flash path, without a GPU."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 33, h, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for h in (8, 2, 2))
+        sinks = torch.empty(8, device="cuda", dtype=torch.bfloat16)
+        out, lse = BODIES[attention](q, k, v, sinks, None, 0.3, *options)
+        grads = BODIES[module.attention_backward](out, q, k, v, out, lse, sinks, None, 0.3, *options)
+    assert out.shape == (2, 8, 33, 64) and out.transpose(1, 2).is_contiguous() and out.device.type == "cuda"
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape, sinks.shape]
 
 
 CUDA_CASES: dict[str, tuple[dict[str, Any], tuple[int, int], str]] = {
