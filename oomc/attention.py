@@ -195,7 +195,7 @@ def _forward(
         if sinks is not None:
             # A sink only adds to the denominator: rescale by what is left of it.
             with_sink = torch.logaddexp(lse, sinks.float().view(1, -1, 1))
-            out = out * (lse - with_sink).exp_().to(out.dtype).unsqueeze(-1)
+            out.mul_((lse - with_sink).exp_().unsqueeze(-1))  # in fp32, rounded once
             lse = with_sink
         return _as_heads_inside(out), lse.contiguous()
     call = _tiled(q, k, scale, causal, window, softcap)
