@@ -95,6 +95,46 @@ def int_literals(nodes: Iterable[fx.Node]) -> set[int]:
     return found
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """fp32 for half precision: values are compared as exactly as fp32 goes."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def erase_dead_writes(graph: fx.Graph) -> None:
+    """Erase what nothing uses, in-place ops on memory that nothing else sees included."""
+    fxutil.erase_dead(graph)
+    while True:
+        writes = [n for n in graph.nodes if fxutil.is_mutating(n) and not n.users and _sees_alone(n)]
+        if not writes:
+            return
+        for node in writes:
+            graph.erase_node(node)
+        fxutil.erase_dead(graph)
+
+
+def _sees_alone(node: fx.Node) -> bool:
+    """Whether the memory that `node` writes to was made for it: by a chain of views with one user each."""
+    source = node.all_input_nodes[0]
+    while len(source.users) == 1 and op_name(source) in MOVEMENT:
+        source = source.all_input_nodes[0]
+    return len(source.users) == 1 and source.op == "call_function" and not fxutil.is_mutating(source)
+
+
+def functional(node: fx.Node) -> Any:
+    """The op of `node`, or for an in-place op whose memory nothing else reads, its form that writes to none.
+
+    Raises:
+        Unknown: others read the memory, or there is no such form.
+    """
+    op: Any = node.target
+    if not fxutil.is_mutating(node):
+        return op
+    packet = getattr(aten, op._opname.removesuffix("_"), None)
+    if packet is None or op._overloadname not in packet.overloads() or len(node.all_input_nodes[0].users) > 1:
+        raise Unknown(f"{node} writes to what others read")
+    return getattr(packet, op._overloadname)
+
+
 @dataclass
 class Concrete:
     """Values of nodes at small sizes.
@@ -173,11 +213,15 @@ class Concrete:
                 return self.given[leaf] if leaf in self.given else self._done[leaf]
             if isinstance(leaf, torch.device):
                 return torch.device("cpu")
+            if isinstance(leaf, torch.dtype):
+                return wide(leaf)
             if isinstance(leaf, int) and not isinstance(leaf, bool):
                 return self.literals.get(leaf, leaf)
             return leaf
 
         args, kwargs = pytree.tree_map(read, (node.args, node.kwargs), is_leaf=lambda x: isinstance(x, fx.Node))
+        if fxutil.is_mutating(node):
+            args = (args[0].clone(), *args[1:])
         try:
             with torch.no_grad():
                 return target(*args, **kwargs)

@@ -37,10 +37,20 @@ def expression(size: Any) -> Any:
 
 
 def trace(function: Callable[..., Any], args: list[Any], mode: FakeTensorMode) -> torch.fx.GraphModule:
-    """Trace `function` on fake tensors (and symbolic ints) into a functional graph of ATen ops below autograd."""
+    """Trace `function` on fake tensors (and symbolic ints) into a functional graph of ATen ops below autograd.
+
+    Functionalization doubles the time of a trace, so it is only used where the plain trace holds a write to memory.
+    """
     with mode, enable_python_dispatcher():
+        plain = make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*args)
+        if not any(_writes(node) for node in plain.graph.nodes):
+            return plain
         functional = dispatch_functionalize(function, FunctionalTensorMode())
         return make_fx(functional, tracing_mode="real", _allow_non_fake_inputs=True)(*args)
+
+
+def _writes(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def user_frame(error: BaseException) -> str:

@@ -73,7 +73,6 @@ def differentiate(form: Form, flags: tuple[bool, ...], key: str) -> Form:
     args = [meta.value(n) for n in graph.find_nodes(op="placeholder")]
     mode = fake_mode_of(graph)
     count = len(args)
-    differentiable: list[bool] = []
 
     def run(inputs: list[Any]) -> tuple[list[Any], list[Any]]:
         with torch.enable_grad():
@@ -81,11 +80,8 @@ def differentiate(form: Form, flags: tuple[bool, ...], key: str) -> Form:
             outputs = list(fx.Interpreter(form.traced).run(*leaves))
         return leaves, outputs
 
-    def probe(*inputs: Any) -> list[Any]:
-        leaves, outputs = run(list(inputs))
-        del leaves
-        differentiable[:] = [isinstance(o, torch.Tensor) and o.requires_grad for o in outputs]
-        return [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs]
+    def forward(*inputs: Any) -> list[Any]:
+        return [o.detach() for o in run(list(inputs))[1]]
 
     def joint(*flat: Any) -> list[Any]:
         leaves, outputs = run(list(flat[:count]))
@@ -95,13 +91,15 @@ def differentiate(form: Form, flags: tuple[bool, ...], key: str) -> Form:
             gradients = torch.autograd.grad(ends, starts, list(flat[count:]), allow_unused=True)
         return [*(o.detach() for o in outputs), *gradients]
 
-    traced = private.trace(probe, args, mode)
-    (output,) = traced.graph.find_nodes(op="output")
-    if any(differentiable):
-        ends = [meta.value(n) for n, d in zip(output.args[0], differentiable, strict=True) if d]
-        with mode:
-            tangents = [torch.empty_like(e, memory_format=torch.contiguous_format) for e in ends]
-        traced = private.trace(joint, args + tangents, mode)
+    with mode, private.enable_python_dispatcher():
+        outputs = run(args)[1]
+        differentiable = [o.requires_grad for o in outputs]
+        tangents = [
+            torch.empty_like(o, memory_format=torch.contiguous_format, requires_grad=False)
+            for o, d in zip(outputs, differentiable, strict=True)
+            if d
+        ]
+    traced = private.trace(joint, args + tangents, mode) if tangents else private.trace(forward, args, mode)
     simplify(traced.graph)
     return _cut(form, traced, flags, tuple(differentiable), key)
 

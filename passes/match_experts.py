@@ -211,7 +211,7 @@ def _turns(node: Any) -> tuple[bool, Any]:
     while isinstance(node, fx.Node) and op_name(node) in TURNS:
         dims = [d for d in node.args[1:] if isinstance(d, int)]
         rank = meta.value(node).dim()
-        if op_name(node) == "permute" and [d % rank for d in node.args[1]] != [*range(rank - 2), rank - 1, rank - 2]:  # type: ignore[union-attr,operator]
+        if op_name(node) == "permute" and [d % rank for d in node.args[1]] != [*range(rank - 2), rank - 1, rank - 2]:  # type: ignore[union-attr]
             break
         if dims and {d % rank for d in dims} != {rank - 2, rank - 1}:
             break
@@ -233,7 +233,8 @@ def _looped(program: Program) -> Iterable[Family]:
         turned ^= extra
         sliced = slice_of(weight)
         if sliced is not None:
-            key, expert = (sliced[0], turned, ""), sliced[1]
+            key: tuple[Any, ...] = (sliced[0], turned, "")
+            expert = sliced[1]
             found[key][expert].append((Unit("loop", rows, node, expert, bias), sliced[0]))
         elif weight in targets and meta.value(weight).dim() == 2:
             name = targets[weight].target

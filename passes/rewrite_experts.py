@@ -17,8 +17,8 @@ After:
     %y = oomc.grouped_mm.default(%h, %w_down.transpose(1, 2), %offsets)
     %out = oomc.combine.default(%y, %weights, %order, %inverse)
 
-match_experts.py finds the GEMMs; match_roles.py finds, by running small parts of the graph, which rows of which values
-are whose; what lies between the GEMMs is the model's own gate and is copied node by node. A layer that is not understood
+match_experts.py finds the GEMMs; match_roles.py finds, by running small parts of the graph, whose the rows of which
+values are; what lies between the GEMMs is the model's own gate and is copied node by node. A layer that is not understood
 stays as it is, and `program.notes["experts"]` says which.
 """
 
@@ -34,10 +34,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from oomc import experts, meta
-from oomc.fxutil import erase_dead, insert_call
-from oomc.match import op_name, repropagate
+from oomc.fxutil import insert_call
+from oomc.match import Unknown, erase_dead_writes, functional, op_name, repropagate
 from oomc.passes.match_experts import Family, Layer, find_layers
-from oomc.passes.match_roles import NotCanonical, Roles, find_roles
+from oomc.passes.match_probe import NotCanonical
+from oomc.passes.match_roles import Roles, find_roles
 from oomc.program import PassResult, Program
 
 aten = torch.ops.aten
@@ -64,13 +65,15 @@ class RewriteExperts:
                     notes.append(f"{where}: left as it is, {reason}")
                 continue
             if len(layer.last.weights) > 1:
-                notes.append(f"{where}: the experts' {len(layer.last.weights)} separate weights are stacked at each use")
+                notes.append(
+                    f"{where}: the experts' {len(layer.last.weights)} separate weights are stacked at each use"
+                )
         if notes:
             program.notes["experts"] = notes
         if not new:
             return PassResult(program, False)
         repropagate(graph, new)
-        erase_dead(graph)
+        erase_dead_writes(graph)
         program.forward.recompile()
         return PassResult(program, True)
 
@@ -106,7 +109,7 @@ class _Builder:
         with self.graph.inserting_before(old):
             try:
                 new = self._build(old)
-            except (RuntimeError, ValueError, TypeError) as error:
+            except (RuntimeError, ValueError, TypeError, IndexError, Unknown) as error:
                 while old.prev is not first:
                     self.graph.erase_node(old.prev)
                 raise NotCanonical(f"its gate does not run slot by slot ({error})") from error
@@ -217,11 +220,11 @@ class _Builder:
         if biased is not None:
             return biased
         args, kwargs = pytree.tree_map_only(fx.Node, self.slots, (node.args, node.kwargs))
-        return insert_call(self.graph, node.target, args, kwargs, like=node)
+        return insert_call(self.graph, functional(node), args, kwargs, like=node)
 
     def _biased(self, node: fx.Node) -> fx.Node | None:
         """`rows + bias of each row's expert` in one op that needs no table of expert ids."""
-        if op_name(node) != "add" or node.kwargs or len(node.args) != 2:
+        if op_name(node) not in ("add", "add_") or node.kwargs or len(node.args) != 2:
             return None
         for rows, bias in (node.args, node.args[::-1]):
             if bias in self.roles.per_expert and isinstance(rows, fx.Node) and rows not in self.roles.per_expert:
