@@ -117,7 +117,9 @@ def _sees_alone(node: fx.Node) -> bool:
     source = node.all_input_nodes[0]
     while len(source.users) == 1 and op_name(source) in MOVEMENT:
         source = source.all_input_nodes[0]
-    return len(source.users) == 1 and source.op == "call_function" and not fxutil.is_mutating(source)
+    op = source.target
+    fresh = isinstance(op, torch._ops.OpOverload) and all(r.alias_info is None for r in op._schema.returns)
+    return len(source.users) == 1 and fresh
 
 
 def functional(node: fx.Node) -> Any:
@@ -130,7 +132,7 @@ def functional(node: fx.Node) -> Any:
     if not fxutil.is_mutating(node):
         return op
     packet = getattr(aten, op._opname.removesuffix("_"), None)
-    if packet is None or op._overloadname not in packet.overloads() or len(node.all_input_nodes[0].users) > 1:
+    if packet is None or op._overloadname not in packet.overloads() or not _sees_alone(node):
         raise Unknown(f"{node} writes to what others read")
     return getattr(packet, op._overloadname)
 
@@ -205,7 +207,7 @@ class Concrete:
         target: Any = node.target
         if node.op != "call_function" or isinstance(target, torch._ops.HigherOrderOperator):
             raise Unknown(f"{node} cannot be run")
-        if fxutil.is_mutating(node) and any(len(n.users) > 1 for n in node.all_input_nodes[:1]):
+        if fxutil.is_mutating(node) and not _sees_alone(node):
             raise Unknown(f"{node} writes to what others read")
 
         def read(leaf: Any) -> Any:

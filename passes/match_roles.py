@@ -7,7 +7,7 @@ the GEMMs' results set to random numbers, every other value says by itself what 
     the GEMMs' rows      tokens[slot // k], perhaps times weight[slot]
     values in between    the same for every row, or one a slot (a weight), or one an expert (a bias)
 
-so that it does not matter whether the model sorts, gathers, scatters, masks or loops. What fits none of these is refused.
+so that it does not matter whether the model sorts, gathers, scatters, masks or loops. What fits none is refused.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class _Assignment:
         """Find which slot each row is, from the tokens in the GEMMs' rows; False if they are no tokens of experts'."""
         first = next(f for f in self.probe.layer.families if f.units[0].rows not in self.probe.below)
         if self.probe.layer.looped:
-            every = [u.rows for u in first.units]
-            self.places = known(self.probe.slots_of_rows(every and tuple(every)))
+            every = tuple(u.rows for u in first.units)
+            self.places = known(self.probe.slots_of_rows(every))
             return all(
                 self._is_tokens(self._rows_value(n), slot, row) or self._is_weighted(self._rows_value(n), slot, row)
                 for n, (row, slot) in zip(every, self.places)
@@ -267,7 +267,8 @@ class _Assignment:
                 raise NotCanonical("a size is used between its GEMMs")
             roles.leaves[first] = "shared"
             return
-        if first.op == "placeholder" or (first not in self.probe.tainted and all(isinstance(n, int) for n in val.shape)):
+        fixed = first not in self.probe.tainted and all(isinstance(n, int) for n in val.shape)
+        if fixed or first.op == "placeholder":
             if same:
                 roles.leaves[first] = "shared"
             else:

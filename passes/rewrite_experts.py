@@ -18,8 +18,8 @@ After:
     %out = oomc.combine.default(%y, %weights, %order, %inverse)
 
 match_experts.py finds the GEMMs; match_roles.py finds, by running small parts of the graph, whose the rows of which
-values are; what lies between the GEMMs is the model's own gate and is copied node by node. A layer that is not understood
-stays as it is, and `program.notes["experts"]` says which.
+values are; what lies between the GEMMs is the model's own gate and is copied node by node. A layer that is not
+understood stays as it is, and `program.notes["experts"]` says which.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ from oomc.passes.match_roles import Roles, find_roles
 from oomc.program import PassResult, Program
 
 aten = torch.ops.aten
+# Names of modules, or of their types, that hold experts; not of whole models ("Qwen3MoeAttention").
+EXPERTS = r"expert|moe(_?(mlp|block|layer|ffn))?\b|mixture"
+# What torch says when a trace depends on the values of tensors.
+BY_DATA = r"data.dependent|unbacked|nonzero|dynamic.?output.?shape|tolist|\.item\(|_local_scalar_dense"
 
 
 @dataclass(frozen=True)
@@ -227,8 +231,9 @@ class _Builder:
         if op_name(node) not in ("add", "add_") or node.kwargs or len(node.args) != 2:
             return None
         for rows, bias in (node.args, node.args[::-1]):
-            if bias in self.roles.per_expert and isinstance(rows, fx.Node) and rows not in self.roles.per_expert:
-                table, x = self.stacked(self.roles.per_expert[bias]), self.slots(rows)
+            parts = self.roles.per_expert.get(bias) if isinstance(bias, fx.Node) else None
+            if parts is not None and isinstance(rows, fx.Node) and rows not in self.roles.per_expert:
+                table, x = self.stacked(parts), self.slots(rows)
                 if meta.value(table).dtype == meta.value(x).dtype and meta.value(x).dim() == 2:
                     return self.call(experts.grouped_bias, x, table, self.offsets, like=node)
         return None
@@ -248,6 +253,8 @@ def explain(error: Exception, model: torch.nn.Module) -> tuple[str, str] | None:
 
     Looks for the innermost frame of the traceback that runs a module whose name or type says that it holds experts.
     """
+    if not re.search(BY_DATA, f"{type(error).__name__} {error}", re.IGNORECASE):
+        return None
     names = {id(m): n for n, m in model.named_modules()}
     frames = []
     step = error.__traceback__
@@ -259,12 +266,13 @@ def explain(error: Exception, model: torch.nn.Module) -> tuple[str, str] | None:
         if not isinstance(owner, torch.nn.Module) or id(owner) not in names:
             continue
         name = names[id(owner)]
-        if not re.search(r"expert|moe|mixture", f"{name} {type(owner).__name__}", re.IGNORECASE):
+        if not re.search(EXPERTS, f"{name.rpartition('.')[2]} {type(owner).__name__}", re.IGNORECASE):
             return None
         return (
             f"{name or 'the model'} ({type(owner).__name__})",
-            "its experts are a Python loop over the experts that were hit, which depends on data. For a transformers model "
-            "use model.set_experts_implementation('grouped_mm'); in your own code loop over all experts (`for e in "
-            "range(num_experts)`) and weight each result, or sort the tokens by expert and call torch._grouped_mm",
+            "its experts are a Python loop over the experts that were hit, which depends on data. For a transformers "
+            "model call model.set_experts_implementation('grouped_mm'); in your own code loop over all experts "
+            "(`for e in range(num_experts)`) and weight each result, or sort the tokens by expert and call "
+            "torch._grouped_mm",
         )
     return None
