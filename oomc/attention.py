@@ -16,6 +16,7 @@ cuDNN and flash attention (attention_kernels.py) are used on CUDA where they can
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from oomc import attention_kernels as kernels
 from oomc.errors import UnsupportedError
-from oomc.opdef import define, wide
+from oomc.opdef import define, largest, wide
 
 # Bytes of scores held at once. Several tensors of this size live together (scores, mask, and in the backward their
 # gradient). Small on the CPU, where caches want it and memory is metered; large enough on a GPU to fill it.
@@ -67,6 +68,11 @@ class _Tile:
     heads: slice
     rows: slice
     keys: slice
+
+    def scores(self) -> int:
+        """How many scores the tile has, for each query head of a group."""
+        sides = (self.batch, self.heads, self.rows, self.keys)
+        return math.prod(side.stop - side.start for side in sides)
 
     def keys_of(self, x: Tensor) -> Tensor:
         """[B, Hkv, T, D], contiguous, as a view [batch * heads, keys, D]."""
@@ -203,7 +209,7 @@ def _forward(
     lse = q.new_empty(q.shape[:3], dtype=call.dtype)
     k, v = call.wide(k), call.wide(v)
     q_rows, out_rows, lse_rows = call.grouped(q), call.grouped(out), call.grouped(lse)
-    for t in call.tiles():
+    for t in largest(call.tiles(), _Tile.scores, of=q):
         p = call.scores(t, call.block(q_rows, t), k, call.hidden(t, segments))
         top = p.amax(-1)
         if sinks is not None:
@@ -252,7 +258,7 @@ def _backward(
     q_rows, out_rows, lse_rows, dout_rows, dq_rows, delta_rows = (
         call.grouped(x) for x in (q, out, lse, dout, dq, delta)
     )
-    for t in call.tiles():
+    for t in largest(call.tiles(), _Tile.scores, of=q):
         q_block, dout_block = call.block(q_rows, t), call.block(dout_rows, t)
         score = call.scores(t, q_block, k, call.hidden(t, segments))
         # A hidden score is -inf; its slope may be any number, since its probability is 0.

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from oomc.opdef import define, wide
+from oomc.opdef import define, largest, wide
 
 _EPS = 1e-6  # of the l2 norm, as in transformers and flash-linear-attention
 
@@ -88,6 +88,10 @@ def _bounds(rows: int, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
+def _rows_in(item: tuple[int, tuple[int, int]]) -> int:
+    return item[1][1] - item[1][0]
+
+
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int, l2norm: bool
 ) -> tuple[Tensor, Tensor]:
@@ -97,7 +101,7 @@ def _forward(
     dtype = wide(q.dtype)
     states = q.new_empty((len(bounds) + 1, v.shape[0], v.shape[2], k.shape[3], v.shape[3]), dtype=dtype)
     states[0].zero_()
-    for i, (start, end) in enumerate(bounds):
+    for i, (start, end) in largest(enumerate(bounds), _rows_in, of=q):
         state = states[i]
         c, _, _ = _chunk(q, k, v, g, beta, start, end, l2norm)
         new = c.u - c.w @ state
@@ -128,7 +132,7 @@ def _backward(
     grads = dq, dk, dv, dg, dbeta = _backward_fake(dout, q, k, v, g, beta)
     dstate = torch.zeros_like(states[0])
     bounds = _bounds(v.shape[1], chunk)
-    for i, (start, end) in reversed(list(enumerate(bounds))):
+    for i, (start, end) in reversed(largest(enumerate(bounds), _rows_in, of=q)):
         state = states[i]
         c, raw_q, raw_k = _chunk(q, k, v, g, beta, start, end, l2norm)
         do = dout[:, start:end].transpose(1, 2).to(state.dtype)

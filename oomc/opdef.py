@@ -7,14 +7,17 @@ backward as one node can be planned like any other node.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._ops import OpOverload
 
+from oomc.private import FakeTensor
+
 NAMESPACE = "oomc"
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,18 @@ def define(
     overload: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
     BODIES[overload] = Body(body, traceable)
     return overload
+
+
+def largest(items: Iterable[Item], size: Callable[[Item], int], of: torch.Tensor) -> list[Item]:
+    """All items of a body's loop; where `of` is fake, so that only memory matters, the three largest.
+
+    Three, because an iteration's temporaries live into the next one. A loop over a long sequence is then projected in
+    the time of a few iterations.
+    """
+    every = list(items)
+    if len(every) <= 3 or not isinstance(of, FakeTensor):
+        return every
+    return sorted(every, key=size, reverse=True)[:3]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

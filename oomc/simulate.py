@@ -64,7 +64,7 @@ class Profiler:
             if chunk is None:
                 results: Sequence[Any] = graph(*args)
             else:
-                results = run_chunks(form, variant, graph, chunk, args)
+                results = run_chunks(form, variant, graph, chunk, args, most=3)
             peak = meter.peak
         outputs: list[Output | None] = []
         numbers: dict[int, int] = {}

@@ -72,7 +72,7 @@ class Total:
 
 
 def run_chunks(
-    form: Form, variant: str, graph: Graph, chunk: tuple[int, int], args: Sequence[Any]
+    form: Form, variant: str, graph: Graph, chunk: tuple[int, int], args: Sequence[Any], most: int | None = None
 ) -> tuple[torch.Tensor | None, ...]:
     """Run a chunkable form tile by tile.
 
@@ -82,6 +82,7 @@ def run_chunks(
         graph: the variant's graph.
         chunk: (batch, sequence) size of a tile.
         args: as for a whole run; its sizes are those of the whole batch.
+        most: stop after so many tiles (for projections: all tiles take the same memory).
     """
     forward = variant == "forward"
     if forward:
@@ -96,7 +97,7 @@ def run_chunks(
     if len(cover) == 1:
         return tuple(graph(*args))
     totals = [Total(axes, batch, sequence) for axes in results]
-    for tile in cover:
+    for tile in cover[:most]:
         part_args = [_part(kind, info, arg, tile) for (kind, info), arg in zip(kinds, args, strict=True)]
         parts = list(graph(*part_args))
         del part_args
