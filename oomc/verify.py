@@ -54,6 +54,8 @@ def verify_program(
             verify_form(form, faults)
     if program.step is not None and not faults.found:
         verify_step(program, after, faults)
+        if after in ("schedule", "lower") and not faults.found:
+            verify_code(program.step, faults)
         if projection is not None and allowed is not None:
             verify_projection(program, projection, allowed, faults)
     faults.raise_any()
@@ -76,6 +78,12 @@ def verify_order(graph: fx.Graph, faults: Faults, title: str = "") -> None:
             graph.lint()
         except (RuntimeError, ValueError, TypeError) as error:
             faults.add(f"lint: {error}", None, graph, title)
+
+
+def verify_code(module: fx.GraphModule, faults: Faults, title: str = "") -> None:
+    """What runs is what is verified: the module's code is that of its graph."""
+    if module.code != module.graph.python_code("self").src:
+        faults.add("the module's code is not that of its graph: recompile() is missing", None, module.graph, title)
 
 
 def verify_forward(program: Program, after: str, faults: Faults) -> None:
@@ -288,6 +296,7 @@ def _verify_variant(
         return
     graph = module.graph
     verify_order(graph, faults, title)
+    verify_code(module, faults, title)
     takes, gives = _values(graph, outputs=False), _values(graph, outputs=True)
     if [_contiguous(t) for t in takes] != [_contiguous(a) for a in args]:
         faults.add(f"it takes {takes}, not {args}", None, graph, title)

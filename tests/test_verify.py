@@ -487,6 +487,12 @@ def test_projection_over_the_budget(step: Program) -> None:
         verify_program(step, "schedule", projection, projection.peak - 1)
 
 
+def test_code_that_is_not_that_of_the_graph(step: Program) -> None:
+    first, second = calls(step, steps.retire)[:2]
+    second.append(first)  # sound as a graph; but the code still has the other order
+    broken(step, "recompile() is missing")
+
+
 # --- forward graph, worksets and forms
 
 
@@ -607,7 +613,7 @@ def own_key(program: Program) -> None:
         (no_workset, "it is in no workset"),
         (worksets_out_of_order, "which runs later"),
         (lost_output, "is none of its outputs"),
-        (two_slabs, "parameter layers.0.weight is in 2 slabs"),
+        (two_slabs, "parameter layers.0.linear.weight is in 2 slabs"),
         (no_slab, "parameter head.weight is in 0 slabs"),
         (wrong_users, "is used by blocks [1] and says (0,)"),
         (other_form, "passes"),

@@ -1,0 +1,69 @@
+"""choose_residency: the plan it writes, and that it does nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oomc.passes.choose_residency import CANDIDATES, CHUNK_TOKENS, Candidate, ChooseResidency
+from oomc.plan import Budget
+from oomc.printer import print_program
+from oomc.runtime.compute import tiles
+from tests import programs
+from tests.conftest import Golden
+
+
+def test_golden_plan(golden: Golden) -> None:
+    program = programs.bare("topk")
+    before = programs.stable(print_program(program))
+    result = ChooseResidency(programs.SIZES, Budget(), Candidate(8, 1, True))(program)
+    assert result.modified
+    plan = result.program.plan
+    assert plan is not None
+    lines = [plan.describe(), *(f"{name}: {where}" for name, where in plan.residency.items())]
+    golden("choose_residency", "\n".join(lines))
+    program.plan = None
+    assert programs.stable(print_program(program)) == before
+    programs.assert_runs(program, programs.model("topk"))
+
+
+def test_nothing_to_do_the_second_time() -> None:
+    choose = ChooseResidency(programs.SIZES)
+    program = choose(programs.bare("mlp")).program
+    assert not choose(program).modified
+    assert replace(choose, accumulate=True)(program).modified
+
+
+@pytest.mark.parametrize("kind", ["topk", "tied", "mlp"])
+def test_what_may_not_be_computed_twice_and_what_others_use_is_kept(kind: str) -> None:
+    program = programs.up_to(kind, "choose_residency")
+    assert program.plan is not None
+    boundaries = {w.outputs[0].name for b in program.blocks[:-1] for w in b.worksets[-1:]}
+    for name, where in program.plan.residency.items():
+        if ":saved." in name or name in boundaries:
+            assert where == "keep", name
+    if kind != "mlp":
+        assert "recompute" in program.plan.residency.values()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 64), st.integers(1, 5000), st.sampled_from(CANDIDATES))
+def test_chunks_are_no_larger_than_the_candidate_says(batch: int, sequence: int, candidate: Candidate) -> None:
+    plan = ChooseResidency((batch, sequence), candidate=candidate)(programs.bare("mlp")).program.plan
+    assert plan is not None
+    for rows, columns in plan.chunks.values():
+        assert 1 <= rows <= batch
+        assert 1 <= columns <= sequence
+        assert rows * columns <= candidate.tokens
+        assert sum((b1 - b0) * (s1 - s0) for b0, b1, s0, s1 in tiles(batch, sequence, (rows, columns))) == (
+            batch * sequence
+        )
+
+
+def test_candidates_become_more_frugal() -> None:
+    assert CANDIDATES[0] == Candidate(CHUNK_TOKENS[0], 1, True)
+    assert CANDIDATES[-1] == Candidate(CHUNK_TOKENS[-1], 0, False)
+    assert len(set(CANDIDATES)) == len(CANDIDATES)

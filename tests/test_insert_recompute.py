@@ -1,0 +1,71 @@
+"""insert_recompute: golden text, numbers, and that the plan alone decides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from oomc import meta, steps
+from oomc.passes.insert_recompute import InsertRecompute
+from oomc.printer import print_program
+from oomc.program import Program
+from oomc.verify import verify_program
+from tests import programs
+from tests.conftest import Golden
+
+
+def backward_part(program: Program) -> str:
+    """The printed step from the last block's backward on."""
+    lines = print_program(program).splitlines()
+    return "\n".join(lines[next(i for i, line in enumerate(lines) if "layers_1_2_backward" in line) - 12 :])
+
+
+def rerun(program: Program) -> list[str]:
+    return [meta.note(n).workset for n in program.graph.nodes if meta.note(n).phase == "recompute"
+            and n.target in steps.COMPUTE]  # fmt: skip
+
+
+def test_golden(golden: Golden) -> None:
+    before, after = (programs.up_to("topk", name) for name in ("insert_chunks", "insert_recompute"))
+    text = f"before:\n{backward_part(before)}\n\nafter:\n{backward_part(after)}"
+    golden("insert_recompute", programs.stable(text))
+    for program in (before, after):
+        programs.assert_runs(program, programs.model("topk"))
+
+
+@pytest.mark.parametrize("kind", ["topk", "plain", "tied"])
+def test_recompute_gives_the_same_bits(kind: str) -> None:
+    own = programs.model(kind)
+    kept = programs.run_step(programs.up_to(kind, "insert_chunks"), own)
+    again = programs.run_step(programs.up_to(kind, "insert_recompute"), own)
+    assert torch.equal(kept[0], again[0])
+    assert all(torch.equal(kept[1][name], again[1][name]) for name in kept[1])
+
+
+def test_nothing_is_recomputed_where_all_is_kept() -> None:
+    program = programs.up_to("topk", "insert_chunks")
+    assert program.plan is not None
+    program.plan = replace(program.plan, residency=dict.fromkeys(program.plan.residency, "keep"))
+    assert not InsertRecompute()(program).modified
+    assert rerun(program) == []
+    assert not InsertRecompute()(programs.up_to("mlp", "insert_chunks")).modified  # has no inner values
+
+
+def test_only_what_the_backward_needs_runs_again() -> None:
+    program = programs.up_to("topk", "insert_recompute")
+    assert rerun(program) == ["layers.1/0", "layers.1/1", "layers.0/0", "layers.0/1"]
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_any_single_value_can_be_recomputed(index: int) -> None:
+    """Each choice that differs from the fixed policy in one value is sound and gives the same numbers."""
+    program = programs.up_to("topk", "insert_chunks")
+    assert program.plan is not None
+    inner = [n for n, where in program.plan.residency.items() if where == "recompute"]
+    choice = dict(program.plan.residency) | dict.fromkeys(inner, "keep") | {inner[index]: "recompute"}
+    program.plan = replace(program.plan, residency=choice)
+    program = InsertRecompute()(program).program
+    verify_program(program, "insert_recompute")
+    programs.assert_runs(program, programs.model("topk"))
