@@ -195,14 +195,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Body of `oomc::attention`: out [B, Hq, S, Dv] in q's dtype and lse [B, Hq, S] in fp32 (fp64 for fp64)."""
     _check(q, k, v, sinks, segments, causal, window)
-    kernel = kernels.choose(q, k, v, segments is not None, causal, window, softcap)
+    kernel = kernels.choose(q, k, v, segments is not None or sinks is not None, causal, window, softcap)
     if kernel != "tiled":
         out, lse = kernels.forward(kernel, q, k, v, scale, causal, window)
-        if sinks is not None:
-            # A sink only adds to the denominator: rescale by what is left of it.
-            with_sink = torch.logaddexp(lse, sinks.float().view(1, -1, 1))
-            out.mul_((lse - with_sink).exp_().unsqueeze(-1))  # in fp32, rounded once
-            lse = with_sink
         return _as_heads_inside(out), lse.contiguous()
     call = _tiled(q, k, scale, causal, window, softcap)
     out = _heads_inside(q, q.shape[1], q.shape[2], v.shape[3])
@@ -242,14 +237,12 @@ def _backward(
     Probabilities are recomputed from lse. The order of every sum is fixed in the tiled form; the kernels of cuDNN and
     flash attention are deterministic only as torch.use_deterministic_algorithms makes them.
     """
-    kernel = kernels.choose(q, k, v, segments is not None, causal, window, softcap)
+    kernel = kernels.choose(q, k, v, segments is not None or sinks is not None, causal, window, softcap)
     if kernel != "tiled":
-        # With out and lse that include the sink, the kernels' own formula is exact for q, k and v.
         dq, dk, dv = (
             _as_heads_inside(g) for g in kernels.backward(kernel, dout, q, k, v, out, lse, scale, causal, window)
         )
-        delta = lse if sinks is None else (dout * out).sum(-1, dtype=lse.dtype)
-        return dq, dk, dv, _sink_gradient(sinks, lse, delta)
+        return dq, dk, dv, _sink_gradient(None, lse, lse)
     call = _tiled(q, k, scale, causal, window, softcap)
     dq, dk, dv = (_heads_inside(x, *x.shape[1:]) for x in (q, k, v))
     k, v = call.wide(k), call.wide(v)

@@ -16,7 +16,8 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_f
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-__all__ = ["FakeTensor", "FakeTensorMode", "expression", "fake_mode", "mode_of", "trace", "user_frame"]
+__all__ = ["FakeTensor", "FakeTensorMode", "expression", "fake_mode", "mode_of", "trace", "use_expandable_segments",
+           "user_frame"]  # fmt: skip
 
 
 def fake_mode(symbolic: bool = True) -> FakeTensorMode:
@@ -51,6 +52,14 @@ def trace(function: Callable[..., Any], args: list[Any], mode: FakeTensorMode) -
 
 def _writes(node: torch.fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def use_expandable_segments() -> None:
+    """Let the CUDA allocator grow segments in place, so that what it reserves stays near what is allocated.
+
+    Public only as the environment variable PYTORCH_CUDA_ALLOC_CONF, which must be set before the process starts.
+    """
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def user_frame(error: BaseException) -> str:

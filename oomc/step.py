@@ -169,6 +169,7 @@ class Step:
         options = self._options
         budget = options.budget.device or device_memory(options.device)
         if options.device.type == "cuda":
+            private.use_expandable_segments()
             torch.zeros(1, device=options.device)
             return budget - cuda_usage(options.device).outside - CUDA_WORKSPACE
         return budget
@@ -217,6 +218,7 @@ class Step:
                 host.load(name, params[name])
                 params[name].data = host.param(name)
             self._slabs.append(host)
+        self._limit_device()
         buffers = dict(self.model.named_buffers())
         residents = {s.target: buffers[s.target] for s in program.inputs if s.kind == "buffer"} | program.constants
         assert program.plan is not None
@@ -233,6 +235,13 @@ class Step:
             self._meter.track(*self._runtime.residents)
         weakref.finalize(self, StepRuntime.close, self._runtime)
         self._hook_model()
+
+    def _limit_device(self) -> None:
+        """Let the allocator fail rather than exceed the device budget."""
+        device, budget = self._options.device, self._options.budget.device
+        if device.type == "cuda" and budget is not None:
+            share = (budget - cuda_usage(device).outside) / device_memory(device)
+            torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
 
     def _hook_model(self) -> None:
         """Let whoever reads the model's weights wait for updates under way."""
@@ -340,6 +349,8 @@ class Step:
         if self._runtime is not None:
             self.synchronize()
             self._runtime.close()
+            if self._options.device.type == "cuda":
+                torch.cuda.set_per_process_memory_fraction(1.0, self._options.device)
 
     # -- looking --------------------------------------------------------------------------------------------------
 

@@ -28,9 +28,9 @@ from torch import fx
 
 from oomc import meta, ops, private
 from oomc.errors import CaptureError
-from oomc.fxutil import fake_mode_of
+from oomc.fxutil import fake_mode_of, insert_call
 from oomc.program import PassResult, Program
-from oomc.worksets import Form
+from oomc.worksets import Form, FormInput
 
 aten = torch.ops.aten
 Source = tuple[Literal["input", "output", "saved"], int]
@@ -101,6 +101,8 @@ def differentiate(form: Form, flags: tuple[bool, ...], key: str) -> Form:
         ]
     traced = private.trace(joint, args + tangents, mode) if tangents else private.trace(forward, args, mode)
     simplify(traced.graph)
+    if tangents:
+        own_memory(traced.graph, len(differentiable), [i for i, f in zip(form.inputs, flags, strict=True) if f])
     return _cut(form, traced, flags, tuple(differentiable), key)
 
 
@@ -136,6 +138,20 @@ def _cut(
     new.tangents = tuple(i for i, d in enumerate(differentiable) if d)
     new.gradients = tuple(i for i, f in enumerate(flags) if f)
     return new
+
+
+def own_memory(graph: fx.Graph, first: int, wanted: list[FormInput]) -> None:
+    """Let parameters' gradients come out contiguous, as they are copied off the device; `first` is where they begin."""
+    (output,) = graph.find_nodes(op="output")
+    results = list(output.args[0])  # type: ignore[arg-type]
+    for index, info in enumerate(wanted, start=first):
+        node = results[index]
+        if info.role == "parameter" and isinstance(node, fx.Node) and not meta.value(node).is_contiguous():
+            with graph.inserting_before(output):
+                results[index] = insert_call(
+                    graph, aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+                )
+    output.args = (results,)
 
 
 def is_never_recomputed(node: fx.Node) -> bool:

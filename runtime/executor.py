@@ -1,6 +1,7 @@
 """The runtime that a scheduled module calls: one method for each kind of node in the step graph. It decides nothing.
 
     rt.begin_step(hypers)
+    rt.await_update("layers.0")                # let the h2d lane wait for the slab's updates under way
     f0 = rt.fetch("layers.0", slot=0)          # queue the copy of the slab's weights into a device slot
     rt.wait(f0)                                # the compute waits for it
     w = rt.weights(f0)                         # its parameters, in the layout's order
@@ -101,8 +102,19 @@ class Runtime:
         """End the step; its updates may still be under way, and `nonfinite` is final only after them."""
         return self._counts
 
+    def await_update(self, slab: str) -> None:
+        """Let the h2d lane go on only when what is under way for a slab is done."""
+        updates = self.slabs[slab].pending()
+
+        def wait() -> None:
+            for each in updates:
+                each.wait()
+
+        if updates:
+            self._h2d.submit(wait)
+
     def fetch(self, slab_id: str, slot: int) -> Fetch:
-        """Queue the copy of a slab's weights into a free slot, after the slab's updates so far."""
+        """Queue the copy of a slab's weights into a free slot; `await_update` comes before, if it has one under way."""
         slab = self.slabs[slab_id]
         self._counts.h2d_bytes += slab.layout.weight_bytes
         return self._buffers.fetch(slab, slot)

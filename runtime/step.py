@@ -84,17 +84,6 @@ class StepRuntime(Runtime):
         """Compute a form's graph tile by tile."""
         return run_chunks(self._forms[form], variant, self._compiled[form, variant], chunk, args)
 
-    def await_update(self, slab: str) -> None:
-        """Let the h2d lane go on only when what is under way for a slab is done."""
-        updates = self.slabs[slab].pending()
-
-        def wait() -> None:
-            for each in updates:
-                each.wait()
-
-        if updates:
-            self._h2d.submit(wait)
-
     def wait_weights(self, fetch: Fetch) -> tuple[torch.Tensor, ...]:
         """Wait for a fetch; the slab's parameters."""
         self.wait(fetch)

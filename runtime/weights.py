@@ -8,7 +8,6 @@ import torch
 
 from oomc.runtime.chaos import Adversary
 from oomc.runtime.lanes import Lane, Mark, Ticket, mark
-from oomc.runtime.pool import Countdown
 from oomc.runtime.slabs import HostSlab
 
 
@@ -55,14 +54,16 @@ class WeightBuffers:
         self._views: dict[tuple[int, str], tuple[torch.Tensor, ...]] = {}
 
     def fetch(self, slab: HostSlab, slot: int) -> Fetch:
-        """Queue the copy of `slab` into `slot`: after the slab's updates so far, and after the slot's last use."""
+        """Queue the copy of `slab` into `slot`, after the slot's last use.
+
+        The lane does not wait for updates of the slab here: `await_update` does, where the step graph says so.
+        """
         assert self._holder[slot] is None, f"fetch of {slab.name}: slot {slot} holds {_name(self._holder[slot])}"
         size = slab.layout.weight_bytes
         assert size <= self.slots[slot].numel(), f"fetch of {slab.name}: {size} bytes do not fit slot {slot}"
-        target, source, updates = self.slots[slot][:size], slab.weights, slab.pending()
+        target, source = self.slots[slot][:size], slab.weights
 
         def copy() -> None:
-            _wait_all(updates)
             target.copy_(source, non_blocking=True)
 
         fetch = Fetch(slab, slot, self._lane.submit(copy, after=self._free[slot]))
@@ -96,8 +97,3 @@ class WeightBuffers:
 
 def _name(fetch: Fetch | None) -> str:
     return "nothing" if fetch is None else fetch.slab.name
-
-
-def _wait_all(countdowns: list[Countdown]) -> None:
-    for countdown in countdowns:
-        countdown.wait()

@@ -11,10 +11,17 @@ import torch
 from oomc.runtime.adamw import AdamW
 from oomc.runtime.chaos import Adversary
 from oomc.runtime.executor import Runtime
+from oomc.runtime.weights import Fetch
 from oomc.runtime.layout import ParamSpec, SlabLayout
 from oomc.runtime.slabs import HostSlab
 from tests.reference import Reference
 from tests.slab_cases import CPU, GROUP_OF, GROUPS, HYPERS, SPECS, gradients, make_slab, same, snapshot
+
+
+def updated(runtime: Runtime, slab: str, slot: int) -> Fetch:
+    """Fetch a slab after its updates under way, as a step graph does."""
+    runtime.await_update(slab)
+    return runtime.fetch(slab, slot)
 
 
 def train(
@@ -42,9 +49,9 @@ def train(
     try:
         for step in range(4):
             runtime.begin_step(HYPERS)
-            fetch = runtime.fetch("block0", 0)
+            fetch = updated(runtime, "block0", 0)
             for i in range(3):
-                following = runtime.fetch(f"block{i + 1}", (i + 1) % 2) if i < 2 else None
+                following = updated(runtime, f"block{i + 1}", (i + 1) % 2) if i < 2 else None
                 runtime.wait(fetch)
                 values = dict(zip([s.name for s in SPECS], runtime.weights(fetch)))
                 noise = {name: grad.to(device) for name, grad in gradients(step, i).items()}
@@ -105,10 +112,10 @@ def test_large_copies_really_overlap_and_stay_right() -> None:
         )  # fmt: skip
         for _ in range(2):
             runtime.begin_step(HYPERS)
-            fetches = [runtime.fetch("s0", 0)]
+            fetches = [updated(runtime, "s0", 0)]
             for i in range(4):
                 if i < 3:
-                    fetches.append(runtime.fetch(f"s{i + 1}", (i + 1) % 2))
+                    fetches.append(updated(runtime, f"s{i + 1}", (i + 1) % 2))
                 runtime.wait(fetches[i])
                 grad = runtime.weights(fetches[i])[0] * 0.5
                 runtime.release(fetches[i])

@@ -156,6 +156,7 @@ def test_an_error_in_an_update_reaches_the_next_fetch(monkeypatch: pytest.Monkey
     grads = gradients(0)
     runtime.begin_step(HYPERS)
     runtime.offload(slab.name, list(grads), list(grads.values())).wait()
+    runtime.await_update(slab.name)
     with pytest.raises(RuntimeError, match="lane h2d") as caught:
         runtime.wait(runtime.fetch(slab.name, 0))
     assert isinstance(caught.value.__cause__, RuntimeError)
