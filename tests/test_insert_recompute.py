@@ -30,7 +30,8 @@ def rerun(program: Program) -> list[str]:
 def test_golden(golden: Golden) -> None:
     before, after = (programs.up_to("topk", name) for name in ("insert_chunks", "insert_recompute"))
     text = f"before:\n{backward_part(before)}\n\nafter:\n{backward_part(after)}"
-    golden("insert_recompute", programs.stable(text))
+    if programs.TRACES_AS_GOLDEN:
+        golden("insert_recompute", programs.stable(text))
     for program in (before, after):
         programs.assert_runs(program, programs.model("topk"))
 
