@@ -100,14 +100,19 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
+def writes(node: fx.Node) -> bool:
+    """Whether the node changes values in memory; detach_ only changes what autograd knows of them."""
+    return fxutil.is_mutating(node) and op_name(node) != "detach_"
+
+
 def erase_dead_writes(graph: fx.Graph) -> None:
     """Erase what nothing uses, in-place ops on memory that nothing else sees included."""
     fxutil.erase_dead(graph)
     while True:
-        writes = [n for n in graph.nodes if fxutil.is_mutating(n) and not n.users and _sees_alone(n)]
-        if not writes:
+        dead = [n for n in graph.nodes if writes(n) and not n.users and _sees_alone(n)]
+        if not dead:
             return
-        for node in writes:
+        for node in dead:
             graph.erase_node(node)
         fxutil.erase_dead(graph)
 
@@ -129,7 +134,7 @@ def functional(node: fx.Node) -> Any:
         Unknown: others read the memory, or there is no such form.
     """
     op: Any = node.target
-    if not fxutil.is_mutating(node):
+    if not writes(node):
         return op
     packet = getattr(aten, op._opname.removesuffix("_"), None)
     if packet is None or op._overloadname not in packet.overloads() or not _sees_alone(node):
@@ -207,7 +212,7 @@ class Concrete:
         target: Any = node.target
         if node.op != "call_function" or isinstance(target, torch._ops.HigherOrderOperator):
             raise Unknown(f"{node} cannot be run")
-        if fxutil.is_mutating(node) and not _sees_alone(node):
+        if writes(node) and not _sees_alone(node):
             raise Unknown(f"{node} writes to what others read")
 
         def read(leaf: Any) -> Any:
@@ -222,7 +227,7 @@ class Concrete:
             return leaf
 
         args, kwargs = pytree.tree_map(read, (node.args, node.kwargs), is_leaf=lambda x: isinstance(x, fx.Node))
-        if fxutil.is_mutating(node):
+        if writes(node):
             args = (args[0].clone(), *args[1:])
         try:
             with torch.no_grad():

@@ -42,13 +42,18 @@ class Probe:
         self.single = meta.value(self.index).dim() < meta.value(self.scores).dim()
         names = sorted(symbols([self.index, layer.last.units[0].out]))
         self.sizes = {name: 3 + 2 * i for i, name in enumerate(names)}
+        if names:  # tokens enough for every expert to be chosen
+            self.sizes[names[-1]] += self.experts // 3
         self.random = torch.Generator().manual_seed(0)
         shape = Concrete(self.sizes, {}).shape(self.index)
         self.tokens_count = torch.Size(shape if self.single else shape[:-1]).numel()
         self.k = 1 if self.single else shape[-1]
         if self.k > self.experts:
             raise NotCanonical("more choices than experts", routed=False)
-        picked = torch.rand(self.tokens_count, self.experts, generator=self.random).topk(self.k).indices
+        likings = torch.rand(self.tokens_count, self.experts, generator=self.random)
+        for t in range(self.tokens_count):
+            likings[t, t % self.experts] += 1
+        picked = likings.topk(self.k).indices
         self.picked = picked.flatten()  # by slot
         self.given: dict[fx.Node, Any] = {self.index: picked.reshape(shape).to(meta.value(self.index).dtype)}
         self.tainted = self._find_tainted()

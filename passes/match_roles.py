@@ -21,11 +21,18 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from oomc import meta
-from oomc.match import Concrete, Unknown, ancestors, op_name
+from oomc.match import Concrete, Unknown, ancestors, argument, op_name
 from oomc.passes.match_combine import combinations
 from oomc.passes.match_experts import Layer, is_choice, routing_source, scores_of, slice_of
 from oomc.passes.match_probe import NotCanonical, Probe, close, known
 from oomc.program import Program
+
+# Ops that may do nothing but hide rows of experts that a token did not choose.
+MASKS = ("masked_fill", "where", "mul")
+# Ops that make places or counts of slots, and that compare them with a limit.
+PLACES = ("cumsum", "argsort", "histc", "bincount", "searchsorted")
+GATHERS = ("index", "index_select", "gather", "take")
+LIMITS = ("lt", "le", "gt", "ge", "clamp", "clamp_max", "clamp_min", "minimum", "maximum", "min", "max")
 
 
 @dataclass
@@ -41,6 +48,7 @@ class Roles:
         weighted: whether the output weights the results; else weights were applied before, or in between.
         single: whether index and weights lack the dimension k, which is 1.
         leaves: for nodes that are computed from no GEMM: tokens, weighted tokens, weights, or shared by all rows.
+        same: nodes that change nothing on the rows of chosen experts (masks of others), and what they are equal to.
         per_expert: for nodes that hold one value an expert (a bias): where they are from, [E, ...] or one node each.
     """
 
@@ -53,6 +61,7 @@ class Roles:
     weighted: bool
     single: bool
     leaves: dict[fx.Node, str] = field(default_factory=dict)
+    same: dict[fx.Node, fx.Node] = field(default_factory=dict)
     per_expert: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
 
 
@@ -123,6 +132,7 @@ class _Assignment:
                 if not self._places_rows():
                     continue
                 self._visit(results, roles)
+                self._refuse_capacity(roles)
             except (NotCanonical, Unknown) as reason:
                 failure = failure or reason
                 continue
@@ -182,6 +192,11 @@ class _Assignment:
                 roles.per_expert[unit.bias] = self._each(tuple(known(u.bias) for u in family.units))
         elif first in self.probe.below:
             flat = [pytree.tree_flatten((n.args, n.kwargs)) for n in nodes]
+            source = self._unchanged(nodes)
+            if source is not None:
+                roles.same[first] = source[0]
+                self._visit(source, roles)
+                return
             alike = all(n.target == first.target and f[1] == flat[0][1] for n, f in zip(nodes, flat))
             if not alike or first.op != "call_function":
                 raise NotCanonical("its experts differ in form")
@@ -193,6 +208,42 @@ class _Assignment:
             self._check_rowwise(first)
         else:
             self._leaf_role(nodes, roles)
+
+    def _unchanged(self, nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, ...] | None:
+        """What `nodes` are equal to in every row of a chosen expert, where all they do is to mask others; else None."""
+        if op_name(nodes[0]) not in MASKS:
+            return None
+        sources = []
+        for node, (row, _) in zip(nodes, self.places):
+            below = [n for n in node.all_input_nodes if n in self.probe.below]
+            if len(below) != 1 or op_name(node) != op_name(nodes[0]):
+                return None
+            made = self.probe.made_up(below[0])
+            result = self.probe.run({**self.values.given, below[0]: made})(node)
+            rows = self.probe.tokens_count if self.probe.layer.looped else self.probe.tokens_count * self.probe.k
+            if result.shape != made.shape or not torch.equal(result.view(rows, -1)[row], made.view(rows, -1)[row]):
+                return None
+            sources.append(below[0])
+        return tuple(sources)
+
+    def _refuse_capacity(self, roles: Roles) -> None:
+        """Refuse layers that compare places or counts of slots with a limit: few tokens do not show what it drops."""
+        known_parts = {roles.index, roles.weights, roles.tokens, roles.base}
+        inside = ancestors([roles.output], stop=lambda n: n in known_parts)
+        places: set[fx.Node] = set()
+        for node in self.probe.nodes[: self.probe.order[roles.output]]:
+            if node not in inside or node in known_parts or meta.is_size(node):
+                continue
+            name, val = op_name(node), meta.tensor(node)
+            whole = val is None or not val.is_floating_point()
+            counts = name == "sum" and whole and argument(node, 1, "dim") in (None, [0], 0)
+            order = name == "getitem" and node.args[1] == 1 and whole
+            read = node.args[:1] if name in GATHERS else node.all_input_nodes
+            derived = any(n in places for n in read)
+            if derived and name in LIMITS:
+                raise NotCanonical("it limits how many slots an expert takes (capacity)")
+            if counts or order or name in PLACES or (name == "arange" and node.all_input_nodes) or (derived and whole):
+                places.add(node)
 
     def _each(self, nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
         """Where one value an expert is from: one parameter [E, ...], or one node an expert."""

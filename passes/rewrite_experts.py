@@ -220,6 +220,8 @@ class _Builder:
             return self.call(aten.index_select.default, table, 0, self.slot_experts(), like=node)
         if role == "shared":
             return node
+        if node in self.roles.same:
+            return self.slots(self.roles.same[node])
         biased = self._biased(node)
         if biased is not None:
             return biased

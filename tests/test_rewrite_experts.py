@@ -80,6 +80,8 @@ class Permuted(Base):
         ends = counts.cumsum(0).to(torch.int32)
         h = F.silu(self.gemm(rows, self.w1, ends)) * self.gemm(rows, self.w3, ends)
         y = self.gemm(h, self.w2, ends)
+        if self.options.get("sentinel"):
+            y = y.masked_fill((index.view(-1)[order] >= E)[:, None], 0.0)
         if back == "gather":
             y = y[torch.argsort(order)].view(-1, self.k, D)
             return y.sum(1) if before else torch.bmm(scores[:, None], y).squeeze(1)
@@ -182,14 +184,14 @@ class Dense(Loop):
 
 
 class Capacity(Permuted):
-    """Slots past the first twelve of all are dropped."""
+    """Slots past the first so many of all are dropped; few tokens do not show it."""
 
     def tokens(self, x: Tensor) -> Tensor:
         scores, index = self.route(x)
         order = torch.argsort(index.view(-1), stable=True)
         ends = F.one_hot(index.view(-1), E).sum(0).cumsum(0).to(torch.int32)
         y = self.gemm(x[order // self.k], self.w1 @ self.w2, ends)
-        kept = (torch.arange(y.shape[0]) < 12)[:, None]
+        kept = (torch.arange(y.shape[0]) < self.options["limit"])[:, None]
         y = torch.where(kept, y, 0.0) * scores.view(-1)[order][:, None]
         return torch.zeros_like(x).index_add(0, order // self.k, y)
 
@@ -249,7 +251,7 @@ def test_static_loops(layer: Base) -> None:
 
 PERMUTED = [
     *(Permuted(back=b, before=before) for b in ("scatter_add", "index_add", "gather") for before in (False, True)),
-    Permuted(shared=True), Permuted(k=1),
+    Permuted(shared=True), Permuted(k=1), Permuted(sentinel=True),
 ]  # fmt: skip
 
 
@@ -274,7 +276,9 @@ def test_two_layers() -> None:
     assert_same(program, model, batch())
 
 
-@pytest.mark.parametrize("layer", [Mixing(), Uneven(), Loop(form="before"), Capacity()], ids=str)
+@pytest.mark.parametrize(
+    "layer", [Mixing(), Uneven(), Loop(form="before"), Capacity(limit=12), Capacity(limit=5000)], ids=str
+)
 def test_what_is_not_understood_is_left_alone(layer: Base) -> None:
     model = Model(layer)
     program = traced(model, batch())
