@@ -51,6 +51,11 @@ def same_size(a: Any, b: Any) -> bool:
     return bool(guard_or_false(a == b))
 
 
+def user_name(module: str) -> str:
+    """A module's name as the user's model has it; capture wraps the model."""
+    return module.removeprefix("_model").removeprefix(".") or "the model"
+
+
 def ancestors(roots: Iterable[fx.Node], stop: Callable[[fx.Node], bool] = lambda _: False) -> set[fx.Node]:
     """`roots` and all that they are computed from; nodes for which `stop` holds are in it, what lies above is not."""
     seen: set[fx.Node] = set()
@@ -229,6 +234,9 @@ class Concrete:
         args, kwargs = pytree.tree_map(read, (node.args, node.kwargs), is_leaf=lambda x: isinstance(x, fx.Node))
         if writes(node):
             args = (args[0].clone(), *args[1:])
+        if op_name(node) == "histc" and not args[0].is_floating_point():
+            # Models call it on integers where they were traced for CUDA; the CPU has it for floats only.
+            return target(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
         try:
             with torch.no_grad():
                 return target(*args, **kwargs)

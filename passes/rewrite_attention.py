@@ -29,7 +29,7 @@ from torch import fx
 from oomc import meta
 from oomc.attention import attention
 from oomc.fxutil import erase_dead, insert_call
-from oomc.match import Concrete, Unknown, movement_chain, repropagate, same_size, symbols
+from oomc.match import Concrete, Unknown, movement_chain, repropagate, same_size, symbols, user_name
 from oomc.passes.match_attention import Attention, Operand, anchors, match
 from oomc.passes.match_mask import Mask, Term, decide
 from oomc.program import PassResult, Program
@@ -59,7 +59,7 @@ class RewriteAttention:
                     masks[found.masks] = decide(found.masks, found.q.node, program)
                 known = masks[found.masks]
                 if known is None or (known.segments is not None and len(found.q.shape) == 3):
-                    where, line = (meta.modules(found.output) or ("",))[-1], meta.source(found.output)
+                    where, line = user_name((meta.modules(found.output) or ("",))[-1]), meta.source(found.output)
                     left.append(f"{where}: its mask is not causal, windowed or made of segments ({line})")
                     continue
                 mask = known

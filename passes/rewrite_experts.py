@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 
 from oomc import experts, meta
 from oomc.fxutil import insert_call
-from oomc.match import Unknown, erase_dead_writes, functional, op_name, repropagate
+from oomc.match import Unknown, erase_dead_writes, functional, op_name, repropagate, user_name
 from oomc.passes.match_experts import Family, Layer, find_layers
 from oomc.passes.match_probe import NotCanonical
 from oomc.passes.match_roles import Roles, find_roles
@@ -90,7 +90,7 @@ def _module_of(layer: Layer) -> str:
         if len(set(names)) > 1:
             break
         common = names[0]
-    return common or "the model"
+    return user_name(common)
 
 
 class _Builder:
