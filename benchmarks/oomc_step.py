@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model of small sizes")
     parser.add_argument("--save-grads", metavar="PATH", help="write the first gradients as safetensors, and stop")
     parser.add_argument("--grads", metavar="REGEX", default="", help="of these parameters only")
+    parser.add_argument("--grads-dtype", choices=["bfloat16", "float32"], default="float32")
     parser.add_argument("--report", metavar="PATH", help="save the report here")
     parser.add_argument("--profile", metavar="PATH", help="save a Chrome trace of one more step here")
     args = parser.parse_args()
@@ -61,7 +62,7 @@ def main() -> None:
     compiled = time.perf_counter()
     if args.save_grads:
         loss = step.forward_backward(**batch)
-        saved = save_gradients(step.gradients(), args.save_grads, args.grads, torch.float32)
+        saved = save_gradients(step.gradients(), args.save_grads, args.grads, getattr(torch, args.grads_dtype))
         print(json.dumps({"engine": "oomc", "layers": args.layers, "losses": [float(loss)], "gradients_saved": saved}))
         return
 

@@ -1,6 +1,6 @@
 """oomc: a graph compiler for training mixture-of-experts models that do not fit one machine."""
 
-from oomc.compile import compile
+from oomc.compile import compile  # noqa: A004  the name is the API's, as in torch.compile
 from oomc.errors import BudgetError, CaptureError, OomcError, UnsupportedError, VerifyError
 from oomc.plan import Budget, Plan
 from oomc.report import Report

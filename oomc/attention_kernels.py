@@ -16,9 +16,7 @@ Kernel = Literal["cudnn", "flash", "tiled"]
 _aten = torch.ops.aten
 
 
-def choose(
-    q: Tensor, k: Tensor, v: Tensor, special: bool, causal: bool, window: int | None, softcap: float
-) -> Kernel:
+def choose(q: Tensor, k: Tensor, v: Tensor, special: bool, causal: bool, window: int | None, softcap: float) -> Kernel:
     """The kernel for a call: a function of shapes, dtype and device only, so that both directions agree.
 
     `special` is whether there are segments, which the kernels do not know, or sinks: rescaling the kernels' outputs by

@@ -24,7 +24,8 @@ from oomc.program import InputSpec, Program
 
 LossFn = Callable[[Any, Mapping[str, Any]], Any]
 KINDS = {ExportKind.PARAMETER: "parameter", ExportKind.BUFFER: "buffer", ExportKind.CONSTANT_TENSOR: "constant"}
-INPUT_PREFIX = "p__model."
+SHORT_SEQUENCE = 4
+"""Shortest sequence of a trace that one of a single token refuses."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Batch:
 
     def rebuild(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """The keyword arguments with `tensors` in the tensors' places."""
-        return pytree.tree_unflatten([tensors.get(n, self.static.get(n)) for n in self.names], self.spec)  # type: ignore[no-any-return]
+        return pytree.tree_unflatten([tensors.get(n, self.static.get(n)) for n in self.names], self.spec)
 
     def shapes_only(self) -> Batch:
         """The same with tensors on the meta device, which hold no memory."""
@@ -147,7 +148,7 @@ def fake_weights(model: torch.nn.Module, mode: private.FakeTensorMode, device: t
         yield
     finally:
         for store, name, real in replaced:
-            store[name] = real
+            store[name] = real  # type: ignore[assignment]
 
 
 def _sizes(batch: Batch) -> tuple[int, int | None]:
@@ -162,20 +163,20 @@ def _sizes(batch: Batch) -> tuple[int, int | None]:
     return lead.shape[0], None
 
 
-def _trace_shapes(batch: Batch) -> tuple[list[list[int]], tuple[dict[int, Any], ...]]:
-    """Shapes to trace with, and which of their dimensions are which symbol.
+def _trace_shapes(batch: Batch, least: int) -> tuple[list[list[int]], tuple[dict[int, Any], ...]]:
+    """Shapes to trace with, and which of their dimensions are which symbol, of at least `least`.
 
     Sizes 0 and 1 are special to torch.export, so that a batch of one is traced as a batch of two.
     """
     size_b, size_s = _sizes(batch)
-    dims = {"batch": Dim("B", min=1), "sequence": Dim("S", min=1)}
+    dims = {"batch": Dim("B", min=1), "sequence": Dim("S", min=least)}
     shapes, dynamic = [], []
     for t in batch.tensors.values():
         shape, marks = list(t.shape), {}
         if t.dim() >= 1 and t.shape[0] == size_b:
             marks[0], shape[0] = dims["batch"], max(2, size_b)
         if t.dim() >= 2 and size_s is not None and t.shape[1] == size_s and (0 in marks or t.shape[0] == 1):
-            marks[1], shape[1] = dims["sequence"], max(2, size_s)
+            marks[1], shape[1] = dims["sequence"], max(2, least, size_s)
         shapes.append(shape)
         dynamic.append(marks)
     return shapes, tuple(dynamic)
@@ -200,11 +201,31 @@ def capture(
     Raises:
         CaptureError: the model cannot be traced; the message names the module and the source line.
     """
+    device = torch.device(device)
+    try:
+        exported, least = _export(model, batch, loss_fn, device, 1), 1
+    except private.ConstraintError:
+        # a model that takes tokens off the sequence (labels shifted by slicing) has a shortest sequence above one
+        try:
+            exported, least = _export(model, batch, loss_fn, device, SHORT_SEQUENCE), SHORT_SEQUENCE
+        except private.ConstraintError as error:
+            raise CaptureError(
+                f"the model's forward fixes the batch or the sequence size, or relates them: {_first_line(error)}\n"
+                "Sizes taken from a tensor (`x.shape[1]`) may change between calls; numbers written in the code may not"
+            ) from error
+    program = _program(exported, model, batch, device)
+    program.notes["least_sequence"] = least
+    return program
+
+
+def _export(
+    model: torch.nn.Module, batch: Batch, loss_fn: LossFn | None, device: torch.device, least: int
+) -> torch.export.ExportedProgram:
+    """Export with sequences of at least `least` tokens."""
     from oomc.models import huggingface
 
-    device = torch.device(device)
     mode = private.fake_mode()
-    shapes, dynamic = _trace_shapes(batch)
+    shapes, dynamic = _trace_shapes(batch, least)
     module = _LossModule(model, batch, loss_fn)
     with contextlib.ExitStack() as stack:
         stack.enter_context(huggingface.hooks(model))
@@ -215,12 +236,17 @@ def capture(
                 for shape, t in zip(shapes, batch.tensors.values(), strict=True)
             )
         try:
-            exported = torch.export.export(module, leaves, dynamic_shapes=(dynamic,), strict=False)
+            return torch.export.export(module, leaves, dynamic_shapes=(dynamic,), strict=False)
         except (CaptureError, UnsupportedError):
             raise
         except Exception as error:
+            if private.is_constraint(error):
+                raise private.ConstraintError(str(error)) from error
             raise _explain(error, model) from error
-    return _program(exported, model, batch, device)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _explain(error: Exception, model: torch.nn.Module) -> CaptureError:
@@ -230,11 +256,10 @@ def _explain(error: Exception, model: torch.nn.Module) -> CaptureError:
     if found is not None:
         where, fix = found
         return CaptureError(f"{where} cannot be traced: {fix}")
-    text = str(error).strip().splitlines()
-    head = next((line for line in text if line.strip()), type(error).__name__)
     where = private.user_frame(error)
     return CaptureError(
-        f"the model's forward cannot be traced{' at ' + where if where else ''}: {type(error).__name__}: {head}\n"
+        f"the model's forward cannot be traced{' at ' + where if where else ''}: {type(error).__name__}: "
+        f"{_first_line(error)}\n"
         "What depends on the values of tensors (`if x.sum() > 0`, `.item()`, `.tolist()`, `nonzero`) has no fixed "
         "graph: compute it with tensor operations (`torch.where`, masks), or move it out of forward"
     )

@@ -13,7 +13,7 @@ from oomc.plan import Budget
 from oomc.step import Options, Step
 
 
-def compile(
+def compile(  # noqa: A001  the name is the API's, as in torch.compile
     model: torch.nn.Module,
     budget: Budget | None = None,
     *,
@@ -59,7 +59,7 @@ def compile(
     chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if chosen.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"device {chosen} is not supported; there are cuda, and cpu as its stand-in")
-    if chosen.type == "cuda" and chosen.index is None:
+    if chosen == torch.device("cuda"):
         chosen = torch.device("cuda", torch.cuda.current_device())
     options = Options(budget or Budget(), chosen, backend or "eager", loss_fn, seed, verify, chaos, synchronous)
     step = Step(model, optimizer, options)

@@ -142,7 +142,7 @@ def is_token_sum(node: fx.Node, symbols: TokenSymbols) -> bool:
     if op._opname in TOKEN_LOSSES:
         reduction = node.args[3] if len(node.args) > 3 else node.kwargs.get("reduction", 1)
         weight = node.args[2] if len(node.args) > 2 else node.kwargs.get("weight")
-        return reduction == SUM_REDUCTION and weight is None
+        return bool(reduction == SUM_REDUCTION and weight is None)
     val = meta.tensor(source)
     return str(op) == "aten.sum.default" and val is not None and val.is_floating_point()
 

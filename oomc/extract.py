@@ -16,7 +16,8 @@ from oomc.worksets import Form, FormInput, Workset, dtype_name
 
 def external_inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """Nodes outside `nodes` that they use, in order of first use."""
-    inside, found = set(nodes), {}
+    inside = set(nodes)
+    found: dict[fx.Node, None] = {}
     for node in nodes:
         for source in node.all_input_nodes:
             if source not in inside:

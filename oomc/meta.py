@@ -37,7 +37,12 @@ def is_size(node: fx.Node) -> bool:
 def modules(node: fx.Node) -> tuple[str, ...]:
     """Fully qualified names of the modules that the node was traced in, outermost first; '' is the model itself."""
     stack = node.meta.get(MODULES) or {}
-    return tuple(entry[0] for entry in stack.values())
+    return tuple(_own(entry[0]) for entry in stack.values())
+
+
+def _own(name: str) -> str:
+    """A module's name in the user's model, which the capture wraps as `_model`."""
+    return name.removeprefix("_model").removeprefix(".")
 
 
 def module_calls(node: fx.Node) -> tuple[str, ...]:
@@ -46,7 +51,7 @@ def module_calls(node: fx.Node) -> tuple[str, ...]:
     names = []
     for key, entry in stack.items():
         call = key.rpartition("@")[2] if "@" in key else ""
-        names.append(entry[0] + ("@" + call if call else ""))
+        names.append(_own(entry[0]) + ("@" + call if call else ""))
     return tuple(names)
 
 
@@ -82,7 +87,7 @@ class StepNote:
 
 def note(node: fx.Node) -> StepNote:
     """Where a node of the step graph comes from."""
-    return node.meta.get("oomc", StepNote())  # type: ignore[no-any-return]
+    return node.meta.get("oomc", StepNote())
 
 
 def set_note(node: fx.Node, step_note: StepNote) -> None:

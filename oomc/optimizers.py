@@ -29,7 +29,9 @@ def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule:
     for index, group in enumerate(optimizer.param_groups):
         for flag in UNSUPPORTED_FLAGS:
             if group.get(flag):
-                raise UnsupportedError(f"param_groups[{index}] of the optimizer sets {flag}=True, which is not supported")
+                raise UnsupportedError(
+                    f"param_groups[{index}] of the optimizer sets {flag}=True, which is not supported"
+                )
     if optimizer.state:
         raise UnsupportedError(
             "the optimizer has state already (it was stepped before); give compile a fresh one, made from the model"
@@ -49,8 +51,8 @@ def groups_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[
         for param in group["params"]:
             if id(param) not in names:
                 raise UnsupportedError(
-                    f"param_groups[{index}] of the optimizer holds a parameter of shape {tuple(param.shape)} that is not "
-                    "the model's; make the optimizer from model.parameters() of the very model that you compile"
+                    f"param_groups[{index}] of the optimizer holds a parameter of shape {tuple(param.shape)} that is "
+                    "not the model's; make the optimizer from model.parameters() of the very model that you compile"
                 )
             groups[names[id(param)]] = index
     return groups

@@ -24,7 +24,7 @@ from oomc.passes.partition_worksets import PartitionWorksets
 from oomc.passes.rewrite_attention import RewriteAttention
 from oomc.passes.rewrite_experts import RewriteExperts
 from oomc.passes.schedule import Schedule
-from oomc.plan import Budget, Plan
+from oomc.plan import Budget, Plan, bytes_table, format_bytes
 from oomc.program import Pass, Program
 from oomc.simulate import Profiler, Projection, project
 
@@ -56,7 +56,7 @@ def chosen(plan: Plan) -> ChooseResidency:
 def run_passes(
     program: Program, passes: Sequence[Pass], observe: Observer | None = None, verify: bool = False
 ) -> Program:
-    """Run passes in order; with `verify`, check each stage's invariants, and that passes tell truly what they changed."""
+    """Run passes in order; with `verify`, check each stage's invariants, and that passes tell what they changed."""
     from oomc.printer import print_program
     from oomc.verify import verify_program
 
@@ -73,13 +73,12 @@ def run_passes(
     return program
 
 
-def with_plan(
-    bare: Program, choose: ChooseResidency, observe: Observer | None = None, verify: bool = False
-) -> Program:
+def with_plan(bare: Program, choose: ChooseResidency, observe: Observer | None = None, verify: bool = False) -> Program:
     """A copy of the program whose step graph is scheduled by a plan; `bare` stays as it is."""
     assert bare.step is not None
     graph = fx.Graph()
-    output = graph.graph_copy(bare.step.graph, mapping := {})
+    mapping: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(bare.step.graph, mapping)
     graph.output(output)
     for old, new in mapping.items():
         new.meta = copy.copy(old.meta)
@@ -111,8 +110,6 @@ def plan_step(
 
 def explain_shortage(program: Program, projection: Projection, allowed: int, sizes: tuple[int, int]) -> str:
     """What the most frugal plan needs, as a table."""
-    from tabulate import tabulate
-
     assert program.plan is not None
     rows = [
         ("weights in flight (slots)", sum(program.plan.slots)),
@@ -121,11 +118,10 @@ def explain_shortage(program: Program, projection: Projection, allowed: int, siz
         ("needed", projection.peak),
         ("allowed", allowed),
     ]
-    table = tabulate([(n, f"{b / 2**20:,.1f} MiB") for n, b in rows], colalign=("left", "right"), tablefmt="plain")
     return (
-        f"a step of batch {sizes[0]} x {sizes[1]} does not fit the device budget:\n{table}\n"
+        f"a step of batch {sizes[0]} x {sizes[1]} does not fit the device budget:\n{bytes_table(rows)}\n"
         f"The smallest device budget that works for this batch is {projection.peak} bytes "
-        f"({projection.peak / 2**20:,.1f} MiB). Raise the budget, or make the batch or the sequence smaller"
+        f"({format_bytes(projection.peak)}). Raise the budget, or make the batch or the sequence smaller"
     )
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+from tabulate import tabulate
 
 Residency = Literal["keep", "recompute"]
 UNITS = {"": 1, "b": 1} | {
@@ -40,6 +43,12 @@ def format_bytes(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:,.{digits}f} {unit}"
     return f"{int(count)} B"
+
+
+def bytes_table(rows: Sequence[tuple[str, int]]) -> str:
+    """A table of names and bytes."""
+    cells = [(name, format_bytes(count)) for name, count in rows]
+    return tabulate(cells, colalign=("left", "right"), tablefmt="plain")
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 from torch import fx
 
 from oomc import meta, steps
+from oomc.dims import token_symbols
 from oomc.extract import describe
 from oomc.program import Program
 from oomc.simulate import nbytes
@@ -23,6 +25,16 @@ def print_program(program: Program) -> str:
     text = print_forward(program)
     if program.blocks:
         text += "\n\n" + print_worksets(program)
+    return name_symbols(program, text)
+
+
+def name_symbols(program: Program, text: str) -> str:
+    """Write `B` and `S` for the symbols of batch and sequence, whose own names differ between versions of torch."""
+    placeholders = program.forward.graph.find_nodes(op="placeholder")
+    symbols = token_symbols(n for n, s in zip(placeholders, program.inputs, strict=True) if s.kind == "input")
+    for symbol, name in ((symbols.batch, "B"), (symbols.sequence, "S")):
+        if symbol is not None:
+            text = re.sub(rf"\b{symbol}\b", name, text)
     return text
 
 
@@ -91,7 +103,7 @@ def print_step(program: Program) -> str:
         notes = [lane if "getitem" not in str(node.target) and node.op != "placeholder" else "value"]
         if size:
             notes.append(f"{size:,} B" if isinstance(size, int) else f"{size} B")
-            notes.append(TIERS.get(node.target, "device"))  # type: ignore[arg-type]
+            notes.append(TIERS.get(node.target, "device"))
         if last > index:
             notes.append(f"until {last}")
         name = f"%{node.name} = " if node.users or node.op == "placeholder" else ""

@@ -11,13 +11,25 @@ from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.exc import UserError, UserErrorType
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-__all__ = ["FakeTensor", "FakeTensorMode", "expression", "fake_mode", "mode_of", "trace", "use_expandable_segments",
-           "user_frame"]  # fmt: skip
+__all__ = [
+    "ConstraintError",
+    "FakeTensor",
+    "FakeTensorMode",
+    "enable_python_dispatcher",
+    "expression",
+    "fake_mode",
+    "is_constraint",
+    "mode_of",
+    "trace",
+    "use_expandable_segments",
+    "user_frame",
+]
 
 
 def fake_mode(symbolic: bool = True) -> FakeTensorMode:
@@ -59,7 +71,17 @@ def use_expandable_segments() -> None:
 
     Public only as the environment variable PYTORCH_CUDA_ALLOC_CONF, which must be set before the process starts.
     """
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (settings or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+
+
+class ConstraintError(Exception):
+    """torch.export found the symbolic sizes constrained."""
+
+
+def is_constraint(error: Exception) -> bool:
+    """Whether an error of torch.export says that a dynamic size cannot be what it was declared."""
+    return isinstance(error, UserError) and error.error_type is UserErrorType.CONSTRAINT_VIOLATION
 
 
 def user_frame(error: BaseException) -> str:

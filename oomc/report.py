@@ -75,9 +75,14 @@ class Report:
             "blocks": [b.name for b in program.blocks],
             "forms": list(program.forms),
             "plan": program.plan.describe(),
-            "device": {"projected": projection.peak, "at": projection.at, "fixed": projection.fixed,
-                       "slots": list(program.plan.slots), "allowed": options.budget.device,
-                       "measured": metrics.get("device_peak")},  # fmt: skip
+            "device": {
+                "projected": projection.peak,
+                "at": projection.at,
+                "fixed": projection.fixed,
+                "slots": list(program.plan.slots),
+                "allowed": options.budget.device,
+                "measured": metrics.get("device_peak"),
+            },
             "host": host | {"allowed": options.budget.host},
             "metrics": metrics,
         }

@@ -60,7 +60,7 @@ class Profiler:
         with mode:
             args = [self.concrete(meta.value(n), sizes) for n in graph.graph.find_nodes(op="placeholder")]
         owner = {a.untyped_storage()._cdata: i for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
-        with mode, Meter() as meter, torch.no_grad():
+        with mode, Meter(granule=GRANULE) as meter, torch.no_grad():
             if chunk is None:
                 results: Sequence[Any] = graph(*args)
             else:

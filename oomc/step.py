@@ -18,7 +18,7 @@ from oomc.errors import BudgetError, OomcError, UnsupportedError
 from oomc.limits import device_memory, host_memory
 from oomc.optimizers import groups_of, rule_of
 from oomc.pipeline import Observer
-from oomc.plan import Budget, Plan, format_bytes
+from oomc.plan import Budget, Plan, bytes_table, format_bytes
 from oomc.program import Program
 from oomc.report import Report
 from oomc.runtime.chaos import Adversary
@@ -31,6 +31,8 @@ RING_LIMIT = 3 << 30
 CHUNK_ELEMENTS = 4 << 20
 CUDA_WORKSPACE = 192 << 20
 """Bytes outside the step's own tensors that CUDA libraries (cuBLAS, cuDNN) may take during a step."""
+FRAGMENTATION = 0.12
+"""What the CUDA allocator reserves beyond what is allocated, as a share; 0.09 was measured (docs/RESULTS.md)."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,12 @@ class Step:
                         f"input {node.name} has a dimension of {actual} where the step was compiled for {expr}; only "
                         "the batch and the sequence size may change between calls"
                     )
+        least = program.notes["least_sequence"]
+        if symbols.sequence is not None and sizes[symbols.sequence] < least:
+            raise UnsupportedError(
+                f"a sequence of {sizes[symbols.sequence]} tokens is too short: the model takes tokens off it, and was "
+                f"traced for {least} and more; pad the batch"
+            )
         return sizes[symbols.batch], sizes.get(symbols.sequence, 1)
 
     def _plan(self, trace: Trace, sizes: tuple[int, int], accumulate: bool) -> Scheduled:
@@ -171,7 +179,8 @@ class Step:
         if options.device.type == "cuda":
             private.use_expandable_segments()
             torch.zeros(1, device=options.device)
-            return budget - cuda_usage(options.device).outside - CUDA_WORKSPACE
+            own = budget - cuda_usage(options.device).outside - CUDA_WORKSPACE
+            return int(own / (1 + FRAGMENTATION))
         return budget
 
     # -- memory ---------------------------------------------------------------------------------------------------
@@ -196,21 +205,18 @@ class Step:
         allowed = options.budget.host or host_memory()
         total = sum(needed.values())
         if total > allowed:
-            from tabulate import tabulate
-
-            table = tabulate([(n, format_bytes(b)) for n, b in [*needed.items(), ("needed", total), ("allowed", allowed)]],
-                             colalign=("left", "right"), tablefmt="plain")  # fmt: skip
+            rows = [*needed.items(), ("needed", total), ("allowed", allowed)]
             raise BudgetError(
-                f"the model does not fit the host budget:\n{table}\nThe smallest host budget that works is {total} bytes "
-                f"({format_bytes(total)})",
+                f"the model does not fit the host budget:\n{bytes_table(rows)}\n"
+                f"The smallest host budget that works is {total} bytes ({format_bytes(total)})",
                 smallest_host=total,
             )
         params = dict(self.model.named_parameters())
         empty = [n for s in program.slabs for n in s.params if params[n].device.type == "meta"]
         if empty:
             raise UnsupportedError(
-                f"{len(empty)} parameters are on the meta device and have no values ({empty[0]}, ...); load the weights "
-                "before compiling (from_pretrained, or to_empty and initialise)"
+                f"{len(empty)} parameters are on the meta device and have no values ({empty[0]}, ...); load the "
+                "weights before compiling (from_pretrained, or to_empty and initialise)"
             )
         for slab in program.slabs:
             host = HostSlab(slab.layout, pin=options.device.type == "cuda")
@@ -331,8 +337,8 @@ class Step:
         tokens = program.plan.sizes[0] * program.plan.sizes[1]
         self._last = {"tokens": tokens, "step_s": time.perf_counter() - begun, "counts": counts,
                       "device_peak": self._device_peak()}  # fmt: skip
-        loss.backward = _already_done  # type: ignore[method-assign]
-        return loss  # type: ignore[no-any-return]
+        loss.backward = _already_done
+        return loss
 
     def _device_peak(self) -> int:
         if self._meter is not None:
@@ -386,10 +392,10 @@ class Step:
     def projected(self) -> int:
         """The projected device peak of the current plan, in bytes."""
         assert self._current is not None, "nothing is compiled yet"
-        outside = 0
-        if self._options.device.type == "cuda":
-            outside = cuda_usage(self._options.device).outside + CUDA_WORKSPACE
-        return self._current.projection.peak + outside
+        if self._options.device.type != "cuda":
+            return self._current.projection.peak
+        outside = cuda_usage(self._options.device).outside
+        return int(self._current.projection.peak * (1 + FRAGMENTATION)) + outside + CUDA_WORKSPACE
 
     @property
     def plan(self) -> Plan:

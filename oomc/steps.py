@@ -39,12 +39,12 @@ def calc(formula: str, batch: int, sequence: int) -> int:
 
 def resident(rt: Any, name: str) -> torch.Tensor:
     """A buffer or constant of the model, held on the device."""
-    return rt.resident(name)  # type: ignore[no-any-return]
+    return rt.resident(name)
 
 
 def rng(rt: Any, block: int) -> torch.Tensor:
     """int64 [2]: the block's dropout seed, and the step number."""
-    return rt.rng(block)  # type: ignore[no-any-return]
+    return rt.rng(block)
 
 
 def weights(rt: Any, slab: str) -> tuple[torch.Tensor, ...]:
@@ -69,7 +69,7 @@ def fetch(rt: Any, slab: str, slot: int) -> Any:
 
 def wait(rt: Any, copy: Any) -> tuple[torch.Tensor, ...]:
     """The compute lane waits for a fetch; the slab's parameters on the device, in slab order."""
-    return rt.wait_weights(copy)  # type: ignore[no-any-return]
+    return rt.wait_weights(copy)
 
 
 def release(rt: Any, copy: Any) -> None:
@@ -79,12 +79,12 @@ def release(rt: Any, copy: Any) -> None:
 
 def run(rt: Any, form: str, variant: str, *args: Any) -> tuple[Any, ...]:
     """Compute a form's graph (`forward`, `recompute` or `backward`)."""
-    return rt.run(form, variant, args)  # type: ignore[no-any-return]
+    return rt.run(form, variant, args)
 
 
 def run_chunks(rt: Any, form: str, variant: str, chunk: tuple[int, int], *args: Any) -> tuple[Any, ...]:
     """Compute a chunkable form in rectangles of `chunk` = (batch, sequence) sizes."""
-    return rt.run_chunks(form, variant, chunk, args)  # type: ignore[no-any-return]
+    return rt.run_chunks(form, variant, chunk, args)
 
 
 def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -123,6 +123,8 @@ class Block:
 
 def dtype_name(dtype: torch.dtype) -> str:
     """`bf16`, `f32`, `i64`, ... for printing."""
-    names = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64",
-             torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.bool: "b8", torch.uint8: "u8"}  # fmt: skip
+    names = {
+        torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64",
+        torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.bool: "b8", torch.uint8: "u8",
+    }  # fmt: skip
     return names.get(dtype, str(dtype).removeprefix("torch."))

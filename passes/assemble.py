@@ -82,7 +82,7 @@ class _Assembler:
         for workset in worksets:
             self._forward(workset)
         (output,) = self.program.forward.graph.find_nodes(op="output")
-        loss = output.args[0][0]  # type: ignore[index]
+        loss = output.args[0][0]
         self._backward(worksets, loss)
         self.graph.output(self.values[loss])
         return fx.GraphModule(torch.nn.Module(), self.graph, class_name="Step")
@@ -119,7 +119,7 @@ class _Assembler:
             slab = self.slab_of[spec.target]
             key = (slab.name, self.note.phase, workset.block)
             if key not in self.weights:
-                name = _identifier(f"w_{slab.name}")
+                name = _identifier(f"{slab.name}_w")
                 self.weights[key] = self.call(steps.weights, self.rt, slab.name, name=name)
             return self.part(self.weights[key], slab.params.index(spec.target), val)
         if spec.kind == "rng":
@@ -145,7 +145,9 @@ class _Assembler:
             self.values[out] = self.part(node, index, vals[index], _identifier(out.name), out.name)
         base = len(workset.outputs)
         self.saved[workset.name] = [
-            self.part(node, base + i, vals[base + i], _identifier(f"{workset.name}_saved_{i}"), f"{workset.name}:saved.{i}")
+            self.part(
+                node, base + i, vals[base + i], _identifier(f"{workset.name}_saved{i}"), f"{workset.name}:saved.{i}"
+            )
             for i in range(form.saved)
         ]
 
@@ -184,8 +186,10 @@ class _Assembler:
                 continue
             source = workset.inputs[i]
             spec = self._parameter(source)
-            grad = self.part(node, position, meta.value(results[position]), f"d_{_identifier(source.name)}", source.name)
-            store: dict[Any, fx.Node] = collected if spec else tangents  # type: ignore[assignment]
+            grad = self.part(
+                node, position, meta.value(results[position]), f"d_{_identifier(source.name)}", source.name
+            )
+            store: dict[Any, fx.Node] = collected if spec else tangents
             key = spec or source
             store[key] = grad if key not in store else self.call(steps.add, store[key], grad, val=meta.value(grad))
 
@@ -208,7 +212,7 @@ class _Assembler:
 def _results(module: fx.GraphModule | None) -> list[Any]:
     assert module is not None
     (output,) = module.graph.find_nodes(op="output")
-    return list(output.args[0])  # type: ignore[arg-type]
+    return list(output.args[0])
 
 
 def _identifier(name: str) -> str:

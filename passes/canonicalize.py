@@ -41,11 +41,6 @@ DROPPED = frozenset(
     {"_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range",
      "sym_constrain_range_for_size", "_functional_assert_async"}
 )  # fmt: skip
-RANDOM = frozenset(
-    {"bernoulli", "bernoulli_", "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "normal",
-     "normal_", "uniform_", "uniform", "multinomial", "exponential_", "native_dropout", "feature_dropout",
-     "alpha_dropout", "rrelu", "randperm", "_fused_dropout"}
-)  # fmt: skip
 MEAN, SUM = 1, 2
 
 
@@ -179,12 +174,13 @@ def functionalize(program: Program) -> bool:
     partitioner keeps them with their memory.
     """
     graph, changed = program.forward.graph, False
+    seen = _memories_with_views(graph)
     for node in list(graph.nodes):
-        if not is_mutating(node) or not isinstance(node.args[0], fx.Node):
+        if not is_mutating(node) or not isinstance(node.args[0], fx.Node) or _memory(node) in seen:
             continue
         target = node.args[0]
         functional = _functional_form(node.target)
-        if functional is None or target.op == "placeholder" or _has_views(target):
+        if functional is None or target.op == "placeholder":
             continue
         order = {n: i for i, n in enumerate(graph.nodes)}
         later = [u for u in target.users if u is not node and order[u] > order[node]]
@@ -206,14 +202,22 @@ def _functional_form(op: Any) -> Any:
     return getattr(packet, overload) if overload in packet.overloads() else None
 
 
-def _has_views(node: fx.Node) -> bool:
-    """Whether other values may share the node's memory: it is a view, or a view is taken of it."""
+def _memory(node: fx.Node) -> int | None:
+    """Identifies the memory of a node's value in the trace, as far as one tensor has one."""
     val = meta.tensor(node)
-    if val is None:
-        return True
-    storage = val.untyped_storage()._cdata
-    views = [n for n in [*node.users, *node.all_input_nodes] if not (n.op == "call_function" and is_mutating(n))]
-    return any((t := meta.tensor(n)) is not None and t.untyped_storage()._cdata == storage for n in views)
+    return None if val is None else val.untyped_storage()._cdata
+
+
+def _memories_with_views(graph: fx.Graph) -> set[int | None]:
+    """Memories that several values share other than by writes in place; decided before any of them is rewritten."""
+    owners: set[int | None] = set()
+    shared: set[int | None] = {None}
+    for node in graph.nodes:
+        memory = _memory(node)
+        if node.op == "output" or is_mutating(node):
+            continue
+        (shared if memory in owners else owners).add(memory)
+    return shared
 
 
 def count_by_comparison(program: Program) -> bool:
@@ -281,11 +285,23 @@ def count_dropout(program: Program) -> bool:
     return True
 
 
+def is_random(node: fx.Node) -> bool:
+    """Whether the node draws random numbers when it runs."""
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[index] if index < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+            return bool(given != 0.0)
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
 def refuse_random(graph: fx.Graph) -> None:
     """Refuse random draws that a recompute or another plan would draw differently."""
     for node in graph.nodes:
-        if op_name(node) in RANDOM:
+        if is_random(node):
             raise UnsupportedError(
                 f"the forward draws random numbers by {node.target} at {meta.source(node) or meta.modules(node)}; "
-                "dropout is supported, other noise must be passed to the step as an input"
+                "dropout outside attention is supported, other noise must be passed to the step as an input"
             )

@@ -37,6 +37,9 @@ CANDIDATES = tuple(
 )
 
 
+UNLIMITED = Budget()
+
+
 @dataclass(frozen=True)
 class ChooseResidency:
     """See the module's docstring.
@@ -49,7 +52,7 @@ class ChooseResidency:
     """
 
     sizes: tuple[int, int]
-    budget: Budget = Budget()
+    budget: Budget = UNLIMITED
     candidate: Candidate = CANDIDATES[0]
     accumulate: bool = False
     name: str = "choose_residency"

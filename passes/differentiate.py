@@ -57,7 +57,7 @@ class Differentiate:
             workset.form = form.key
             wanted |= {n for n, d in zip(workset.outputs, form.differentiable, strict=True) if d}
         (output,) = program.forward.graph.find_nodes(op="output")
-        loss = output.args[0][0]  # type: ignore[index]
+        loss = output.args[0][0]
         if loss not in wanted:
             raise CaptureError(
                 "the loss does not depend on any trainable parameter: check requires_grad, and that forward is not "
@@ -112,7 +112,7 @@ def _cut(
     placeholders = traced.graph.find_nodes(op="placeholder")
     primals, tangents = placeholders[: len(flags)], placeholders[len(flags) :]
     (output,) = traced.graph.find_nodes(op="output")
-    results = list(output.args[0])  # type: ignore[arg-type]
+    results = list(output.args[0])
     outputs, gradients = results[: len(differentiable)], results[len(differentiable) :]
 
     def keep(node: fx.Node) -> bool:
@@ -143,7 +143,7 @@ def _cut(
 def own_memory(graph: fx.Graph, first: int, wanted: list[FormInput]) -> None:
     """Let parameters' gradients come out contiguous, as they are copied off the device; `first` is where they begin."""
     (output,) = graph.find_nodes(op="output")
-    results = list(output.args[0])  # type: ignore[arg-type]
+    results = list(output.args[0])
     for index, info in enumerate(wanted, start=first):
         node = results[index]
         if info.role == "parameter" and isinstance(node, fx.Node) and not meta.value(node).is_contiguous():
@@ -211,5 +211,3 @@ def simplify(graph: fx.Graph) -> None:
         elif node.target in reshaped:
             node.target = aten.reshape.default
     graph.eliminate_dead_code()
-
-

@@ -44,9 +44,7 @@ class InsertUpdates:
         if not program.plan.accumulate:
             for slab, nodes in copies.items():
                 with graph.inserting_after(nodes[-1]):
-                    update = graph.call_function(
-                        steps.update, (nodes[0].args[0], slab, tuple(nodes), nodes[0].args[4])
-                    )
+                    update = graph.call_function(steps.update, (nodes[0].args[0], slab, tuple(nodes), nodes[0].args[4]))
                 meta.set_note(update, meta.note(nodes[-1]))
         awaited: set[str] = set()
         for node in graph.find_nodes(op="call_function", target=steps.fetch):

@@ -76,6 +76,7 @@ class PartitionWorksets:
         program.slabs = make_slabs(blocks, specs)
         for block in blocks:
             block.slabs = tuple(s.name for s in program.slabs if blocks.index(block) in s.users)
+        program.forward.recompile()
         return PassResult(program, True)
 
 
@@ -100,7 +101,7 @@ def find_blocks(graph: fx.Graph) -> list[tuple[str, list[fx.Node]]]:
         else:
             level[node] = last
     for node in nodes:  # what is written in place stays with what it writes to
-        if is_mutating(node) and node.args[0] in level and level[node.args[0]] != level[node]:  # type: ignore[index]
+        if is_mutating(node) and node.args[0] in level and level[node.args[0]] != level[node]:
             raise UnsupportedError(f"the forward writes in place to another block's value at {meta.source(node)}")
     groups: dict[int, list[fx.Node]] = defaultdict(list)
     for node in nodes:
@@ -111,7 +112,7 @@ def find_blocks(graph: fx.Graph) -> list[tuple[str, list[fx.Node]]]:
 
 def find_layers(nodes: list[fx.Node]) -> dict[fx.Node, str]:
     """The layer that each node was traced in: an entry of an outermost module list, else a top-level module."""
-    stacks = {n: [_own(name) for name in meta.module_calls(n)] for n in nodes}
+    stacks = {n: meta.module_calls(n) for n in nodes}
     entries: dict[str, set[str]] = defaultdict(set)
     for stack in stacks.values():
         for name in stack:
@@ -126,11 +127,7 @@ def find_layers(nodes: list[fx.Node]) -> dict[fx.Node, str]:
                 break
     if layers:
         return layers
-    return {n: stack[0] for n, names in stacks.items() if (stack := [s for s in names if s])}
-
-
-def _own(name: str) -> str:
-    return name.removeprefix("_model").removeprefix(".")
+    return {n: named[0] for n, stack in stacks.items() if (named := [name for name in stack if name])}
 
 
 def cut_fences(nodes: list[fx.Node]) -> list[list[fx.Node]]:
@@ -245,8 +242,8 @@ def make_slabs(blocks: list[Block], specs: dict[fx.Node, ParamSpec]) -> list[Sla
                 if isinstance(node, fx.Node) and node in specs:
                     users.setdefault(node, {})[index] = None
     groups: dict[tuple[int, ...], list[ParamSpec]] = {}
-    for node, indices in users.items():
-        groups.setdefault(tuple(indices), []).append(specs[node])
+    for node, found in users.items():
+        groups.setdefault(tuple(found), []).append(specs[node])
     slabs, shared = [], 0
     for indices, params in groups.items():
         name = blocks[indices[0]].name

@@ -34,6 +34,7 @@ class Meter(TorchDispatchMode):
 
     Args:
         bodies: overload -> a callable body with an attribute `traceable`; None for those of `oomc.opdef`.
+        granule: bytes that an allocator rounds each storage up to.
 
     Attributes:
         current: bytes held now.
@@ -41,11 +42,12 @@ class Meter(TorchDispatchMode):
         peak_op: name of the operation whose result made the peak.
     """
 
-    def __init__(self, bodies: Mapping[Any, Any] | None = None) -> None:
+    def __init__(self, bodies: Mapping[Any, Any] | None = None, granule: int = 1) -> None:
         super().__init__()
         self.current = 0
         self.peak = 0
         self.peak_op = ""
+        self._granule = granule
         self._bodies = _registered_bodies() if bodies is None else bodies
         # weak keys: what is held here must not hold the storage
         self._live: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -63,7 +65,7 @@ class Meter(TorchDispatchMode):
     def _add(self, storage: torch.UntypedStorage, name: str) -> None:
         if storage in self._live:
             return
-        nbytes = int(storage.nbytes())
+        nbytes = -(-int(storage.nbytes()) // self._granule) * self._granule
         self._live[storage] = nbytes
         weakref.finalize(storage, _forget, weakref.ref(self), nbytes).atexit = False
         self.current += nbytes

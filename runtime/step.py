@@ -78,7 +78,7 @@ class StepRuntime(Runtime):
 
     def run(self, form: str, variant: str, args: Sequence[Any]) -> tuple[Any, ...]:
         """Compute a form's graph."""
-        return self._compiled[form, variant](*args)  # type: ignore[no-any-return]
+        return self._compiled[form, variant](*args)
 
     def run_chunks(self, form: str, variant: str, chunk: tuple[int, int], args: Sequence[Any]) -> tuple[Any, ...]:
         """Compute a form's graph tile by tile."""

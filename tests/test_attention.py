@@ -223,7 +223,13 @@ def test_cuda(name: str, dtype: torch.dtype) -> None:
     arguments = _arguments(inputs, option)
     q, k, v = inputs[:3]
     chosen = kernels.choose(
-        q, k, v, arguments[4] is not None, option.get("causal", True), option.get("window"), option.get("softcap", 0.0)
+        q,
+        k,
+        v,
+        bool(option.get("segments") or option.get("sinks")),
+        option.get("causal", True),
+        option.get("window"),
+        option.get("softcap", 0.0),
     )
     assert chosen == kernel or (kernel == "cudnn" and torch.cuda.get_device_capability() < (9, 0))
     seed = torch.randn(3, 8, 333, sizes[1], device="cuda").to(dtype)

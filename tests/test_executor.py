@@ -11,9 +11,9 @@ import torch
 from oomc.runtime.adamw import AdamW
 from oomc.runtime.chaos import Adversary
 from oomc.runtime.executor import Runtime
-from oomc.runtime.weights import Fetch
 from oomc.runtime.layout import ParamSpec, SlabLayout
 from oomc.runtime.slabs import HostSlab
+from oomc.runtime.weights import Fetch
 from tests.reference import Reference
 from tests.slab_cases import CPU, GROUP_OF, GROUPS, HYPERS, SPECS, gradients, make_slab, same, snapshot
 
