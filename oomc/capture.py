@@ -215,6 +215,7 @@ def capture(
             ) from error
     program = _program(exported, model, batch, device)
     program.notes["least_sequence"] = least
+    program.notes["buffers"] = dict(model.named_buffers())
     return program
 
 
@@ -236,7 +237,14 @@ def _export(
                 for shape, t in zip(shapes, batch.tensors.values(), strict=True)
             )
         try:
-            return torch.export.export(module, leaves, dynamic_shapes=(dynamic,), strict=False)
+            return torch.export.export(
+                module,
+                leaves,
+                dynamic_shapes=(dynamic,),
+                strict=False,
+                # expanded KV heads otherwise guard on sizes that torch 2.11 cannot prove
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
         except (CaptureError, UnsupportedError):
             raise
         except Exception as error:

@@ -1,0 +1,109 @@
+"""Each private API of torch that is used exists, and does what it is used for; a new torch fails here first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from oomc import private
+
+
+def test_fake_mode_has_symbolic_sizes_only_if_asked() -> None:
+    real = torch.empty(6, 4)
+    mode = private.fake_mode()
+    assert mode.shape_env is not None and private.fake_mode(symbolic=False).shape_env is None
+    fake = mode.from_tensor(real)
+    assert isinstance(fake, private.FakeTensor) and private.mode_of(fake) is mode
+    with private.fake_mode(symbolic=False), torch.no_grad():
+        huge = torch.empty(1 << 20, 1 << 20) @ torch.empty(1 << 20, 8)
+    assert huge.shape == (1 << 20, 8)
+
+
+def test_expression_is_sympys_or_the_number_itself() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(x.shape[0] * 2, -1)
+
+    size = torch.export.Dim("B", min=2, max=64)
+    exported = torch.export.export(Model(), (torch.ones(4, 6),), dynamic_shapes=({0: size},), strict=False)
+    (output,) = exported.graph.find_nodes(op="output")
+    rows, columns = output.args[0][0].meta["val"].shape
+    expression = private.expression(rows)
+    (symbol,) = expression.free_symbols
+    assert int(expression.subs({symbol: 5})) == 10
+    assert private.expression(columns) == 3 and private.expression(7) == 7
+
+
+def test_trace_is_functional_and_below_autograd() -> None:
+    def pure(x: torch.Tensor) -> list[torch.Tensor]:
+        return [x * 2 + 1]
+
+    def writes(x: torch.Tensor) -> list[torch.Tensor]:
+        y = x.clone()
+        y[0] += 1
+        return [y.mul_(2)]
+
+    def with_gradient(x: torch.Tensor) -> list[torch.Tensor]:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            return list(torch.autograd.grad([leaf.tanh().sum()], [leaf]))
+
+    for function in (pure, writes, with_gradient):
+        mode = private.fake_mode(symbolic=False)
+        with mode:
+            fake = torch.empty(3, 4)
+        module = private.trace(function, [fake], mode)
+        for node in module.graph.nodes:
+            if node.op == "call_function":
+                assert isinstance(node.target, torch._ops.OpOverload)
+                assert not node.target._schema.is_mutable, f"{node.target} in {function.__name__}"
+        x = torch.randn(3, 4)
+        assert torch.allclose(module(x)[0], function(x.clone())[0])
+
+
+def test_user_frame_is_outside_torch_and_oomc() -> None:
+    try:
+        nn.Linear(2, 2)(torch.ones(1, 3))  # this line
+    except RuntimeError as error:
+        frame = private.user_frame(error)
+    assert frame.startswith(__file__) and frame.endswith("nn.Linear(2, 2)(torch.ones(1, 3))  # this line")
+    assert private.user_frame(ValueError()) == ""
+
+
+def test_module_stack_tells_calls_apart() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.layer(x))
+
+    graph = torch.export.export(Model(), (torch.ones(1, 2),), strict=False).graph
+    stacks = [tuple(n.meta["nn_module_stack"]) for n in graph.nodes if n.op == "call_function"]
+    assert len(set(stacks)) == 2
+
+
+def test_pytrees_have_paths() -> None:
+    leaves, spec = pytree.tree_flatten_with_path({"a": 1, "b": [2, 3]})
+    assert [[str(getattr(k, "key", getattr(k, "idx", k))) for k in path] for path, _ in leaves] == [
+        ["a"], ["b", "0"], ["b", "1"],
+    ]  # fmt: skip
+    assert pytree.tree_unflatten([4, 5, 6], spec) == {"a": 4, "b": [5, 6]}
+
+
+KERNELS = {
+    "_scaled_dot_product_cudnn_attention": ("query", "compute_log_sumexp", "dropout_p", "is_causal", "scale"),
+    "_scaled_dot_product_cudnn_attention_backward": ("grad_out", "philox_seed", "philox_offset", "attn_bias", "scale"),
+    "_flash_attention_forward": ("query", "cum_seq_q", "max_q", "window_size_left", "window_size_right", "scale"),
+    "_flash_attention_backward": ("grad_out", "logsumexp", "rng_state", "unused", "window_size_left", "scale"),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_attention_kernels_take_what_is_given(name: str) -> None:
+    arguments = [a.name for a in getattr(torch.ops.aten, name).default._schema.arguments]
+    missing = set(KERNELS[name]) - set(arguments)
+    assert not missing, f"{name} takes {arguments}"

@@ -1,0 +1,190 @@
+"""The step that the user calls: calls in other shapes and orders, its metrics, and what its errors say."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+import oomc
+from oomc.errors import OomcError
+from tests.cases_models import Stack
+from tests.helpers import ADAMW, compiled, masters, relative, state, tokens, worst
+from tests.programs import VOCAB
+from tests.reference import Reference
+
+BATCH = tokens(2, 12, vocab=VOCAB)
+
+
+def make(**options: object) -> oomc.Step:
+    torch.manual_seed(0)
+    return compiled(Stack(2), BATCH, like=("Stack", 2), **options)  # type: ignore[arg-type]
+
+
+def test_positional_arguments_are_those_of_forward() -> None:
+    step, twin = make(), make()
+    assert torch.equal(step(BATCH["input_ids"], BATCH["labels"]), twin(**BATCH))
+    assert torch.equal(step(BATCH["input_ids"], labels=BATCH["labels"]), twin(**BATCH))
+    with pytest.raises(TypeError):
+        step(BATCH["input_ids"], nonsense=1)
+
+
+def test_other_inputs_than_compiled_for_are_refused() -> None:
+    step = make()
+    before = state(step)
+    with pytest.raises(oomc.UnsupportedError, match="other inputs, dtypes or constants"):
+        step(BATCH["input_ids"].int(), BATCH["labels"])
+    with pytest.raises(oomc.UnsupportedError, match="other inputs, dtypes or constants"):
+        step(BATCH["input_ids"][0], BATCH["labels"][0])
+    assert all(torch.equal(t, before[n]) for n, t in state(step).items())
+
+
+def test_inputs_of_unequal_sizes_are_refused() -> None:
+    step = make()
+    with pytest.raises((oomc.UnsupportedError, ValueError)):
+        step(BATCH["input_ids"], BATCH["labels"][:, :6])
+
+
+def test_backward_on_the_loss_says_that_it_is_done() -> None:
+    loss = make()(**BATCH)
+    assert not loss.requires_grad and loss.dim() == 0
+    with pytest.raises(OomcError, match="has run backward and update already"):
+        loss.backward()
+
+
+def test_accumulation_is_the_mean_of_its_batches() -> None:
+    step = make()
+    reference = Reference(copy.deepcopy(step.model), **ADAMW)
+    for _ in range(2):
+        for seed in range(3):
+            batch = tokens(2, 12, vocab=VOCAB, seed=seed)
+            step.forward_backward(**batch)
+            reference.accumulate(scale=1 / 3, **batch)
+        step.update()
+        reference.update()
+    assert worst(masters(step), reference.masters())[0] <= 1e-5
+    assert step.metrics["steps"] == 2
+    assert step.gradients() == {}
+
+
+def test_update_needs_gradients_and_a_step_needs_none() -> None:
+    step = make()
+    with pytest.raises(OomcError, match=r"update\(\) without forward_backward\(\)"):
+        step.update()
+    step.forward_backward(**BATCH)
+    with pytest.raises(OomcError, match=r"call update\(\) first"):
+        step(**BATCH)
+    step.update()
+    step(**BATCH)
+
+
+def test_groups_and_schedules_are_read_at_each_step() -> None:
+    torch.manual_seed(0)
+    model = Stack(2)
+    decay = [n for n, p in model.named_parameters() if p.dim() > 1]
+    rest = [n for n, p in model.named_parameters() if p.dim() <= 1]
+    named = [{"params": decay, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0, "lr": 3e-3}]
+    groups = [{**g, "params": [model.get_parameter(n) for n in g["params"]]} for g in named]  # type: ignore[attr-defined]
+    reference = Reference(copy.deepcopy(model), named, **ADAMW)
+    step = compiled(model, BATCH, like=("Stack", 2), optimizer=torch.optim.AdamW(groups, **ADAMW))
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(o, lambda i: 1 / (1 + i)) for o in (step.optimizer, reference.optimizer)
+    ]
+    for _ in range(4):
+        step(**BATCH)
+        reference.step(**BATCH)
+        for schedule in schedules:
+            schedule.step()
+    assert worst(masters(step), reference.masters())[0] <= 1e-5
+
+
+def test_parameters_outside_the_optimizer_are_not_trained() -> None:
+    torch.manual_seed(0)
+    model = Stack(2)
+    before = copy.deepcopy(model)
+    step = compiled(model, BATCH, optimizer=torch.optim.AdamW(model.layers.parameters(), **ADAMW))
+    step(**BATCH)
+    step.synchronize()
+    for name, parameter in before.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)) != name.startswith("layers"), name
+
+
+def test_the_model_itself_sees_current_weights() -> None:
+    step = make()
+    reference = Reference(copy.deepcopy(step.model), **ADAMW)
+    for _ in range(2):
+        step(**BATCH)
+        reference.step(**BATCH)
+        with torch.no_grad():
+            assert relative(step.model(**BATCH), reference.model(**BATCH)) <= 1e-6
+
+
+def test_losses_are_tensors_of_their_own() -> None:
+    step = make()
+    losses = [step(**BATCH) for _ in range(3)]
+    values = [float(loss) for loss in losses]
+    assert values[0] > values[1] > values[2]
+
+
+def test_metrics() -> None:
+    step = make(device="10MiB")
+    assert step.metrics == {"steps": 0, "traces": 1}
+    loss = step(**BATCH)
+    figures = step.metrics
+    assert figures["loss"] == float(loss) and figures["tokens"] == 24 and figures["steps"] == 1
+    assert figures["device_peak"] <= figures["device_projected"] <= 10 << 20
+    parameters = sum(p.numel() for p in step.model.parameters())
+    assert figures["d2h_bytes"] == 4 * parameters
+    assert figures["h2d_bytes"] >= 4 * parameters
+    assert figures["nonfinite"] == 0 and figures["tokens_per_s"] > 0 and figures["host_peak"] >= 0
+    step(**tokens(1, 30, vocab=VOCAB))
+    assert step.metrics["tokens"] == 30 and step.metrics["traces"] == 1 and step.metrics["plans"] == 2
+
+
+def test_buffers_that_the_user_changes_are_seen() -> None:
+    step, eager = make(), None
+    eager = copy.deepcopy(step.model)
+    for model in (step.model, eager):
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer.bias.fill_(0.3)
+    expected = Reference(eager).accumulate(**BATCH)
+    assert relative(step(**BATCH), expected) <= 1e-6
+
+
+def test_close_ends_the_threads_and_leaves_the_weights() -> None:
+    before = threading.active_count()
+    step = make()
+    step(**BATCH)
+    step.synchronize()
+    weights = copy.deepcopy(step.model.state_dict())
+    step.close()
+    step.close()
+    assert threading.active_count() == before
+    assert all(torch.equal(v, weights[n]) for n, v in step.model.state_dict().items())
+
+
+def test_a_step_that_is_dropped_is_closed() -> None:
+    before = threading.active_count()
+    step = make()
+    step(**BATCH)
+    model, gone = step.model, weakref.ref(step)
+    del step
+    gc.collect()
+    assert gone() is None and threading.active_count() == before
+    model(**BATCH).backward()
+
+
+def test_in_place_edits_of_weights_are_not_lost() -> None:
+    """The next step starts from what the user wrote, or says that it will not."""
+    step = make()
+    step(**BATCH)
+    step.synchronize()
+    with torch.no_grad():
+        step.model.head.weight.mul_(0.5)  # type: ignore[union-attr, operator]
+    edited = copy.deepcopy(step.model)
+    expected = Reference(edited).accumulate(**BATCH)
+    assert relative(step(**BATCH), expected) <= 1e-6
