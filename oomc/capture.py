@@ -163,19 +163,19 @@ def _sizes(batch: Batch) -> tuple[int, int | None]:
     return lead.shape[0], None
 
 
-def _trace_shapes(batch: Batch, least: int) -> tuple[list[list[int]], tuple[dict[int, Any], ...]]:
-    """Shapes to trace with, and which of their dimensions are which symbol, of at least `least`.
+def _trace_shapes(batch: Batch, least: int | None) -> tuple[list[list[int]], tuple[dict[int, Any], ...]]:
+    """Shapes to trace with, and which of their dimensions are which symbol (see `_export`).
 
     Sizes 0 and 1 are special to torch.export, so that a batch of one is traced as a batch of two.
     """
     size_b, size_s = _sizes(batch)
-    dims = {"batch": Dim("B", min=1), "sequence": Dim("S", min=least)}
+    dims = {"batch": Dim("B", min=1), "sequence": Dim("S", min=least or 1)}
     shapes, dynamic = [], []
     for t in batch.tensors.values():
         shape, marks = list(t.shape), {}
         if t.dim() >= 1 and t.shape[0] == size_b:
             marks[0], shape[0] = dims["batch"], max(2, size_b)
-        if t.dim() >= 2 and size_s is not None and t.shape[1] == size_s and (0 in marks or t.shape[0] == 1):
+        if least is not None and t.dim() >= 2 and t.shape[1] == size_s and (0 in marks or t.shape[0] == 1):
             marks[1], shape[1] = dims["sequence"], max(2, least, size_s)
         shapes.append(shape)
         dynamic.append(marks)
@@ -202,27 +202,31 @@ def capture(
         CaptureError: the model cannot be traced; the message names the module and the source line.
     """
     device = torch.device(device)
-    try:
-        exported, least = _export(model, batch, loss_fn, device, 1), 1
-    except private.ConstraintError:
-        # a model that takes tokens off the sequence (labels shifted by slicing) has a shortest sequence above one
+    for least in (1, SHORT_SEQUENCE, None):
         try:
-            exported, least = _export(model, batch, loss_fn, device, SHORT_SEQUENCE), SHORT_SEQUENCE
+            exported = _export(model, batch, loss_fn, device, least)
+            break
         except private.ConstraintError as error:
-            raise CaptureError(
-                f"the model's forward fixes the batch or the sequence size, or relates them: {_first_line(error)}\n"
-                "Sizes taken from a tensor (`x.shape[1]`) may change between calls; numbers written in the code may not"
-            ) from error
+            refused = error
+    else:
+        raise CaptureError(
+            f"the model's forward fixes the batch size: {_first_line(refused)}\nSizes taken from a tensor "
+            "(`x.shape[0]`) may change between calls; numbers written in the code may not"
+        ) from refused
     program = _program(exported, model, batch, device)
-    program.notes["least_sequence"] = least
+    program.notes["least_sequence"] = least or 1
     program.notes["buffers"] = dict(model.named_buffers())
     return program
 
 
 def _export(
-    model: torch.nn.Module, batch: Batch, loss_fn: LossFn | None, device: torch.device, least: int
+    model: torch.nn.Module, batch: Batch, loss_fn: LossFn | None, device: torch.device, least: int | None
 ) -> torch.export.ExportedProgram:
-    """Export with sequences of at least `least` tokens."""
+    """Export with sequences of at least `least` tokens, or (None) with all but the batch size fixed.
+
+    A model that takes tokens off the sequence (labels shifted by slicing) has a shortest sequence above one; one whose
+    second dimension holds features has none.
+    """
     from oomc.models import huggingface
 
     mode = private.fake_mode()
