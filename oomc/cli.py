@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from itertools import islice
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from tqdm import tqdm
 
 import oomc
@@ -178,29 +176,4 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 def read_report(path: Path) -> str:
     """A saved report as text."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix != ".json":
-        return text.rstrip()
-    try:
-        return "\n".join(render(json.loads(text)))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not a report saved as .json: {error}") from error
-
-
-def render(value: Any, title: str = "") -> list[str]:
-    """JSON as lines of text: an object's plain values as a list, its objects as sections, its lists as tables."""
-    if isinstance(value, dict):
-        plain = [(key, item) for key, item in value.items() if not isinstance(item, dict | list)]
-        lines = ["", title] if title else []
-        if plain:
-            lines += tabulate(plain, tablefmt="plain", disable_numparse=True).splitlines()
-        for key, item in value.items():
-            if isinstance(item, dict | list):
-                lines += render(item, f"{title}.{key}" if title else key)
-        return lines
-    lines = ["", title] if title else []
-    if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
-        return lines + tabulate(value, headers="keys", tablefmt="simple", disable_numparse=True).splitlines()
-    if isinstance(value, list):
-        return lines + [f"  {item}" for item in value]
-    return [*lines, str(value)]
+    return str(oomc.Report.load(path)) if path.suffix == ".json" else path.read_text(encoding="utf-8").rstrip()

@@ -43,9 +43,16 @@ class Report:
 
     @staticmethod
     def load(path: str | Path) -> Report:
-        """Read a report that was saved as .json."""
-        data = json.loads(Path(path).read_text())
-        return Report(data["text"], data)
+        """Read a report that was saved as .json.
+
+        Raises:
+            ValueError: the file holds no report.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            return Report(data["text"], data)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not a report saved as .json: {error}") from error
 
     @staticmethod
     def of_stage(text: str, stage: str) -> Report:

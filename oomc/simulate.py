@@ -24,9 +24,24 @@ GRANULE = 512
 
 
 @dataclass(frozen=True)
+class Spec:
+    """Size and layout of a tensor on the device. Strides matter: a kernel copies what it cannot read as it lies."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Spec:
+        """The spec of a tensor with concrete sizes."""
+        return Spec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+
+@dataclass(frozen=True)
 class Output:
     """One result of a form: memory of its own (`storage` numbers it), or that of an argument."""
 
+    spec: Spec
     nbytes: int
     storage: int = -1
     argument: int = -1
@@ -47,18 +62,39 @@ class Profiler:
     program: Program
     known: dict[tuple[Any, ...], Profile] = field(default_factory=dict)
 
-    def profile(self, form: str, variant: str, sizes: tuple[int, int], chunk: tuple[int, int] | None) -> Profile:
-        """The profile of a form's graph for a batch of `sizes`, run in `chunk`s if given."""
-        key = (form, variant, sizes, chunk)
+    def profile(
+        self,
+        form: str,
+        variant: str,
+        sizes: tuple[int, int],
+        chunk: tuple[int, int] | None,
+        given: tuple[Spec | None, ...] = (),
+    ) -> Profile:
+        """The profile of a form's graph for a batch of `sizes`, run in `chunk`s if there are any.
+
+        Arguments lie as `given` says where it says so, the others as in the trace.
+        """
+        key = (form, variant, sizes, chunk, given)
         if key not in self.known:
-            self.known[key] = self._run(self.program.forms[form], variant, sizes, chunk)
+            self.known[key] = self._run(self.program.forms[form], variant, sizes, chunk, given)
         return self.known[key]
 
-    def _run(self, form: Form, variant: str, sizes: tuple[int, int], chunk: tuple[int, int] | None) -> Profile:
+    def _run(
+        self,
+        form: Form,
+        variant: str,
+        sizes: tuple[int, int],
+        chunk: tuple[int, int] | None,
+        given: tuple[Spec | None, ...],
+    ) -> Profile:
         graph: fx.GraphModule = getattr(form, variant)
         mode = private.fake_mode(symbolic=False)
+        placeholders = graph.graph.find_nodes(op="placeholder")
         with mode:
-            args = [self.concrete(meta.value(n), sizes) for n in graph.graph.find_nodes(op="placeholder")]
+            args = [
+                self.concrete(meta.value(n), sizes, spec)
+                for n, spec in zip(placeholders, given or (None,) * len(placeholders), strict=True)
+            ]
         owner = {a.untyped_storage()._cdata: i for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
         with mode, Meter(granule=GRANULE) as meter, torch.no_grad():
             if chunk is None:
@@ -74,17 +110,17 @@ class Profiler:
                 continue
             storage = result.untyped_storage()
             if storage._cdata in owner:
-                outputs.append(Output(0, argument=owner[storage._cdata]))
+                outputs.append(Output(Spec.of(result), 0, argument=owner[storage._cdata]))
             else:
                 number = numbers.setdefault(storage._cdata, len(numbers))
-                outputs.append(Output(storage.nbytes(), storage=number))
+                outputs.append(Output(Spec.of(result), storage.nbytes(), storage=number))
         return Profile(peak, tuple(outputs))
 
-    def concrete(self, val: Any, sizes: tuple[int, int]) -> Any:
-        """A value's fake tensor with symbolic sizes replaced by numbers (call under a fake mode)."""
+    def concrete(self, val: Any, sizes: tuple[int, int], spec: Spec | None = None) -> Any:
+        """A value's fake tensor with symbolic sizes replaced by numbers (call under a fake mode), laid out as given."""
         if isinstance(val, torch.Tensor):
-            shape = [self.number(s, sizes) for s in val.shape]
-            stride = [self.number(s, sizes) for s in val.stride()]
+            shape = spec.shape if spec else [self.number(s, sizes) for s in val.shape]
+            stride = spec.stride if spec else [self.number(s, sizes) for s in val.stride()]
             return torch.empty_strided(shape, stride, dtype=val.dtype, device=val.device)
         return self.number(val, sizes)
 
@@ -142,6 +178,8 @@ class _Walk:
         self.bytes: dict[Any, int] = {}
         self.storages: dict[fx.Node, tuple[Any, ...]] = {}
         self.parts: dict[fx.Node, list[Any]] = {}
+        self.specs: dict[fx.Node, Spec] = {}
+        self.outputs: dict[fx.Node, tuple[Output | None, ...]] = {}
         self.holders: dict[Any, int] = {}
 
     def run(self) -> Projection:
@@ -200,11 +238,16 @@ class _Walk:
             size = self._round(nbytes(meta.value(node), lambda s: self.profiler.number(s, self.sizes)))
             self.bytes[node] = size
             self.storages[node] = (node,)
+            if node.target is steps.add and node.args[0] in self.specs:
+                self.specs[node] = self.specs[node.args[0]]  # type: ignore[index]
             return size
         source = node.args[0] if node.args else None
         if isinstance(source, fx.Node) and source in self.parts and "getitem" in str(node.target):
             storage = self.parts[source][node.args[1]]  # type: ignore[index]
             self.storages[node] = () if storage is None else storage
+            output = self.outputs[source][node.args[1]]  # type: ignore[index]
+            if output is not None:
+                self.specs[node] = output.spec
         return 0
 
     def _compute(self, node: fx.Node) -> int:
@@ -212,7 +255,9 @@ class _Walk:
         form, variant = str(node.args[1]), str(node.args[2])
         chunk = node.args[3] if chunked else None
         args = node.args[4:] if chunked else node.args[3:]
-        profile = self.profiler.profile(form, variant, self.sizes, chunk)  # type: ignore[arg-type]
+        given = tuple(self.specs.get(a) if isinstance(a, fx.Node) else None for a in args)
+        profile = self.profiler.profile(form, variant, self.sizes, chunk, given)  # type: ignore[arg-type]
+        self.outputs[node] = profile.outputs
         parts: list[Any] = []
         for out in profile.outputs:
             if out is None:

@@ -20,7 +20,7 @@ class StubReport:
         return "the report"
 
     def save(self, path: str) -> None:
-        Path(path).write_text(json.dumps({"device": {"allowed": 10}}))
+        Path(path).write_text(json.dumps({"text": str(self), "device": {"allowed": 10}}))
 
 
 class StubStep:
@@ -119,16 +119,11 @@ def test_steps_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
     assert "0 is not at least 1" in capsys.readouterr().err
 
 
-def test_report_is_rendered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.json"
-    report = {"model": "m", "device": {"allowed": 10}, "blocks": [{"name": "a", "bytes": 1}], "notes": ["careful"]}
-    path.write_text(json.dumps(report))
+    path.write_text(json.dumps({"text": "model\n-----\nsmall", "device": {"allowed": 10}}))
     assert cli.main(["report", str(path)]) == 0
-    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert lines == [
-        "model  m", "", "device", "allowed  10", "", "blocks", "name    bytes", "------  -------", "a       1", "",
-        "notes", "  careful",
-    ]  # fmt: skip
+    assert capsys.readouterr().out.splitlines() == ["model", "-----", "small"]
     path.write_text("not json")
     assert cli.main(["report", str(path)]) == 2
     (tmp_path / "report.txt").write_text("plain\n")
