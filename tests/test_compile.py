@@ -114,7 +114,7 @@ class Logits(Stack):
 REFUSED = {
     "a buffer is written": (Writes, oomc.UnsupportedError, r"writes to .*calls"),
     "batch norm's statistics": (Normalised, oomc.UnsupportedError, r"writes to .*running_mean"),
-    "random numbers": (Random, oomc.UnsupportedError, "draws random numbers by .*randn.*test_compile|draws random"),
+    "random numbers": (Random, oomc.UnsupportedError, r"draws random numbers by aten\.randn"),
     "a branch on a value": (Branches, oomc.CaptureError, r"test_compile\.py:\d+: return loss \* 2 if loss > 3"),
     "no gradient": (Detached, oomc.CaptureError, "loss does not depend on any trainable parameter"),
     "no loss": (Logits, oomc.CaptureError, r"found no scalar loss in the model's output.*loss_fn\(output, batch\)"),

@@ -136,7 +136,7 @@ def test_host_bytes_are_as_planned(name: str, dtype: torch.dtype, accumulate: bo
     assert runtime.host_bytes == pytest.approx(sum(planned.values()), rel=0.02)
     trained = sum(m.numel() for m in masters(step).values())
     state_bytes = sum(s.layout.weight_bytes + s.layout.state_bytes for s in step._slabs)
-    assert state_bytes <= 12 * trained + 128 * len(list(step.model.parameters())), "12 bytes a parameter and padding"
+    assert state_bytes <= 12 * trained + 512 * len(list(step.model.parameters())), "12 bytes a parameter and padding"
 
 
 def test_a_host_budget_that_cannot_work_names_the_smallest() -> None:
