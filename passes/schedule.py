@@ -43,7 +43,6 @@ class Schedule:
             retire_late(graph)
         slots = assign_slots(graph, {s.name: s.layout.weight_bytes for s in program.slabs})
         program.plan = replace(program.plan, slots=slots)
-        graph.lint()
         program.step.recompile()
         return PassResult(program, bool(slots) or [n.name for n in graph.nodes] != before)
 
