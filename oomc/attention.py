@@ -248,19 +248,19 @@ def _backward(
     k, v = call.wide(k), call.wide(v)
     dk_sum, dv_sum = torch.zeros_like(k), torch.zeros_like(v)
     delta = torch.empty_like(lse)
-    q_rows, out_rows, lse_rows, dout_rows, dq_rows, delta_rows = (
-        call.grouped(x) for x in (q, out, lse, dout, dq, delta)
-    )
+    q_rows, lse_rows, dout_rows, dq_rows, delta_rows = (call.grouped(x) for x in (q, lse, dout, dq, delta))
     for t in largest(call.tiles(), _Tile.scores, of=q):
         q_block, dout_block = call.block(q_rows, t), call.block(dout_rows, t)
         score = call.scores(t, q_block, k, call.hidden(t, segments))
         # A hidden score is -inf; its slope may be any number, since its probability is 0.
         slope = (score / softcap).clamp_(min=-1.0).square_().neg_().add_(1.0) if softcap else None
         p = score.sub_(t.rows_of(lse_rows).unsqueeze(-1)).exp_().view(-1, q_block.shape[1], score.shape[4])
-        inner = (dout_block * call.block(out_rows, t)).sum(-1, keepdim=True)
-        t.rows_of(delta_rows).copy_(inner.view(score.shape[:-1]))
         t.keys_of(dv_sum).baddbmm_(p.mT, dout_block)
-        ds = torch.bmm(dout_block, t.keys_of(v).mT).sub_(inner).mul_(p)
+        ds = torch.bmm(dout_block, t.keys_of(v).mT)
+        # a tile has all keys of its rows: the row sum of dout * out from unrounded probabilities, not from a bf16 out
+        inner = torch.linalg.vecdot(ds, p).unsqueeze(-1)
+        t.rows_of(delta_rows).copy_(inner.view(score.shape[:-1]))
+        ds.sub_(inner).mul_(p)
         if slope is not None:
             ds.mul_(slope.view(ds.shape))
         dq_part = torch.bmm(ds, t.keys_of(k)).mul_(scale)

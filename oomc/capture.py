@@ -18,14 +18,12 @@ from torch.export import Dim
 from torch.export.graph_signature import InputKind as ExportKind
 from torch.utils import _pytree as pytree
 
-from oomc import private
+from oomc import meta, private
 from oomc.errors import CaptureError, UnsupportedError
 from oomc.program import InputSpec, Program
 
 LossFn = Callable[[Any, Mapping[str, Any]], Any]
 KINDS = {ExportKind.PARAMETER: "parameter", ExportKind.BUFFER: "buffer", ExportKind.CONSTANT_TENSOR: "constant"}
-SHORT_SEQUENCE = 4
-"""Shortest sequence of a trace that one of a single token refuses."""
 
 
 @dataclass(frozen=True)
@@ -163,20 +161,63 @@ def _sizes(batch: Batch) -> tuple[int, int | None]:
     return lead.shape[0], None
 
 
-def _trace_shapes(batch: Batch, least: int | None) -> tuple[list[list[int]], tuple[dict[int, Any], ...]]:
-    """Shapes to trace with, and which of their dimensions are which symbol (see `_export`).
+@dataclass(frozen=True)
+class Bounds:
+    """The least and the largest (None: any) batch and sequence size that the model's code allows.
+
+    `sequence` is None where the second dimension of the inputs is no symbol: it holds features, or the code fixes it.
+    """
+
+    batch: tuple[int, int | None] = (1, None)
+    sequence: tuple[int, int | None] | None = (1, None)
+
+    def narrowed(self, error: private.ConstraintError) -> Bounds:
+        """The bounds that torch.export suggests in a refusal.
+
+        Labels shifted by slicing have a shortest sequence above one, learned positions have a longest.
+
+        Raises:
+            CaptureError: the batch size is fixed by the code.
+        """
+        new = self
+        for name, least, most in private.suggested_bounds(error):
+            if name == "S" and self.sequence is not None:
+                old = self.sequence
+                new = replace(new, sequence=(max(old[0], least), _smaller(old[1], most)))
+            elif name == "B":
+                new = replace(new, batch=(max(self.batch[0], least), _smaller(self.batch[1], most)))
+        if new != self:
+            return new
+        if self.sequence is not None:
+            return replace(self, sequence=None)
+        raise CaptureError(
+            f"the model's forward fixes the batch size: {_first_line(error)}\nSizes taken from a tensor (`x.shape[0]`) "
+            "may change between calls; numbers written in the code may not"
+        ) from error
+
+
+def _smaller(a: int | None, b: int | None) -> int | None:
+    return a if b is None else b if a is None else min(a, b)
+
+
+def _trace_shapes(batch: Batch, bounds: Bounds) -> tuple[list[list[int]], tuple[dict[int, Any], ...]]:
+    """Shapes to trace with, and which of their dimensions are which symbol.
 
     Sizes 0 and 1 are special to torch.export, so that a batch of one is traced as a batch of two.
     """
     size_b, size_s = _sizes(batch)
-    dims = {"batch": Dim("B", min=1), "sequence": Dim("S", min=least or 1)}
+    sequence = bounds.sequence or (1, None)
+    dims = {
+        "batch": Dim("B", min=bounds.batch[0], max=bounds.batch[1]),
+        "sequence": Dim("S", min=sequence[0], max=sequence[1]),
+    }
     shapes, dynamic = [], []
     for t in batch.tensors.values():
         shape, marks = list(t.shape), {}
         if t.dim() >= 1 and t.shape[0] == size_b:
-            marks[0], shape[0] = dims["batch"], max(2, size_b)
-        if least is not None and t.dim() >= 2 and t.shape[1] == size_s and (0 in marks or t.shape[0] == 1):
-            marks[1], shape[1] = dims["sequence"], max(2, least, size_s)
+            marks[0], shape[0] = dims["batch"], max(2, bounds.batch[0], size_b)
+        if bounds.sequence is not None and t.dim() >= 2 and t.shape[1] == size_s and (0 in marks or t.shape[0] == 1):
+            marks[1], shape[1] = dims["sequence"], max(2, sequence[0], size_s)
         shapes.append(shape)
         dynamic.append(marks)
     return shapes, tuple(dynamic)
@@ -202,35 +243,27 @@ def capture(
         CaptureError: the model cannot be traced; the message names the module and the source line.
     """
     device = torch.device(device)
-    for least in (1, SHORT_SEQUENCE, None):
+    bounds = Bounds()
+    while True:
         try:
-            exported = _export(model, batch, loss_fn, device, least)
+            exported = _export(model, batch, loss_fn, device, bounds)
             break
         except private.ConstraintError as error:
-            refused = error
-    else:
-        raise CaptureError(
-            f"the model's forward fixes the batch size: {_first_line(refused)}\nSizes taken from a tensor "
-            "(`x.shape[0]`) may change between calls; numbers written in the code may not"
-        ) from refused
+            bounds = bounds.narrowed(error)
     program = _program(exported, model, batch, device)
-    program.notes["least_sequence"] = least or 1
+    program.notes["bounds"] = (bounds.batch, bounds.sequence or (1, None))
     program.notes["buffers"] = dict(model.named_buffers())
     return program
 
 
 def _export(
-    model: torch.nn.Module, batch: Batch, loss_fn: LossFn | None, device: torch.device, least: int | None
+    model: torch.nn.Module, batch: Batch, loss_fn: LossFn | None, device: torch.device, bounds: Bounds
 ) -> torch.export.ExportedProgram:
-    """Export with sequences of at least `least` tokens, or (None) with all but the batch size fixed.
-
-    A model that takes tokens off the sequence (labels shifted by slicing) has a shortest sequence above one; one whose
-    second dimension holds features has none.
-    """
+    """Export with sizes within `bounds`."""
     from oomc.models import huggingface
 
     mode = private.fake_mode()
-    shapes, dynamic = _trace_shapes(batch, least)
+    shapes, dynamic = _trace_shapes(batch, bounds)
     module = _LossModule(model, batch, loss_fn)
     with contextlib.ExitStack() as stack:
         stack.enter_context(huggingface.hooks(model))
@@ -277,6 +310,20 @@ def _explain(error: Exception, model: torch.nn.Module) -> CaptureError:
     )
 
 
+def refuse_data_dependent_sizes(graph: torch.fx.Graph) -> None:
+    """Refuse values whose size only the data tells, such as those of `nonzero` and `x[mask]`."""
+    for node in graph.nodes:
+        val = meta.tensor(node)
+        for size in val.shape if val is not None else ():
+            if private.is_data_dependent(size):
+                where = (meta.modules(node) or ("",))[-1] or "the model"
+                raise CaptureError(
+                    f"{where} computes a value whose size depends on the data, by {node.target} at "
+                    f"`{meta.source(node)}`; a fixed plan needs sizes that follow from the batch. Use masks or sorted "
+                    "dispatch (for experts: torch's grouped GEMM over all tokens) instead of selecting"
+                )
+
+
 def _program(exported: Any, model: torch.nn.Module, batch: Batch, device: torch.device) -> Program:
     own = {id(p): n for n, p in model.named_parameters()} | {id(b): n for n, b in model.named_buffers()}
     lookup = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
@@ -284,12 +331,7 @@ def _program(exported: Any, model: torch.nn.Module, batch: Batch, device: torch.
     inputs: list[InputSpec] = []
     constants: dict[str, torch.Tensor] = {}
     signature = exported.graph_signature
-    mutated = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
-    if mutated:
-        raise UnsupportedError(
-            f"the forward writes to {', '.join(sorted(mutated))}; a step that is recomputed would write twice. "
-            "Keep running statistics outside forward (a hook after the step), or freeze them with eval()"
-        )
+    refuse_data_dependent_sizes(exported.graph)
     leaf = 0
     for spec in signature.input_specs:
         target = (spec.target or "").removeprefix("_model.")

@@ -5,6 +5,7 @@ What each is for, and the public thing it could become, stands with it.
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 __all__ = [
     "ConstraintError",
@@ -25,7 +27,9 @@ __all__ = [
     "expression",
     "fake_mode",
     "is_constraint",
+    "is_data_dependent",
     "mode_of",
+    "suggested_bounds",
     "trace",
     "use_expandable_segments",
     "user_frame",
@@ -82,6 +86,20 @@ class ConstraintError(Exception):
 def is_constraint(error: Exception) -> bool:
     """Whether an error of torch.export says that a dynamic size cannot be what it was declared."""
     return isinstance(error, UserError) and error.error_type is UserErrorType.CONSTRAINT_VIOLATION
+
+
+def suggested_bounds(error: Exception) -> list[tuple[str, int, int | None]]:
+    """The dimensions that a constraint violation suggests to bound: name, least, largest or None."""
+    found = []
+    for name, least, most in re.findall(r"(\w+) = Dim\('\w+'(?:, min=(\d+))?(?:, max=(\d+))?\)", str(error)):
+        found.append((name, int(least) if least else 1, int(most) if most else None))
+    return found
+
+
+def is_data_dependent(size: Any) -> bool:
+    """Whether a size is a symbol that only running can tell."""
+    expr = expression(size)
+    return not isinstance(expr, int) and any(symbol_is_type(s, SymT.UNBACKED_INT) for s in expr.free_symbols)
 
 
 def user_frame(error: BaseException) -> str:

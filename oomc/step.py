@@ -92,6 +92,8 @@ class Step:
         self._loss: torch.Tensor | None = None
         self._pending_batches = 0
         self._steps = 0
+        self._broken = False
+        self._accumulates = False
 
     # -- compiling ------------------------------------------------------------------------------------------------
 
@@ -103,6 +105,9 @@ class Step:
     def _prepare(self, batch: Batch, accumulate: bool) -> Scheduled:
         trace = self._trace(batch)
         sizes = self._sizes(trace.bare, batch)
+        if accumulate and not self._accumulates:
+            self._accumulates = True
+            self._check_host(trace.bare)
         if (sizes, accumulate) not in trace.plans:
             trace.plans[sizes, accumulate] = self._plan(trace, sizes, accumulate)
         scheduled = trace.plans[sizes, accumulate]
@@ -139,7 +144,7 @@ class Step:
     def _sizes(program: Program, batch: Batch) -> tuple[int, int]:
         """The batch and sequence size of a batch."""
         symbols = program.notes["symbols"]
-        sizes = {symbols.batch: 1, symbols.sequence: 1}
+        sizes: dict[Any, int] = {}
         tensors = [n for n, s in zip(program.forward.graph.find_nodes(op="placeholder"), program.inputs, strict=True)
                    if s.kind == "input"]  # fmt: skip
         for node, real in zip(tensors, batch.tensors.values(), strict=True):
@@ -147,19 +152,25 @@ class Step:
             assert val is not None
             for size, actual in zip(val.shape, real.shape, strict=True):
                 expr = private.expression(size)
-                if expr in sizes:
-                    sizes[expr] = actual
+                if expr in (symbols.batch, symbols.sequence):
+                    if sizes.setdefault(expr, actual) != actual:
+                        raise UnsupportedError(
+                            f"input {node.name} has a dimension of {actual} where another input has {sizes[expr]}; "
+                            "they are one size, the batch's or the sequence's, in the trace"
+                        )
                 elif isinstance(expr, int) and expr != actual:
                     raise UnsupportedError(
                         f"input {node.name} has a dimension of {actual} where the step was compiled for {expr}; only "
                         "the batch and the sequence size may change between calls"
                     )
-        least = program.notes["least_sequence"]
-        if symbols.sequence is not None and sizes[symbols.sequence] < least:
-            raise UnsupportedError(
-                f"a sequence of {sizes[symbols.sequence]} tokens is too short: the model takes tokens off it, and was "
-                f"traced for {least} and more; pad the batch"
-            )
+        for symbol, what, (least, most) in zip(
+            (symbols.batch, symbols.sequence), ("batch", "sequence"), program.notes["bounds"], strict=True
+        ):
+            size = sizes.get(symbol, least)
+            if size < least or (most is not None and size > most):
+                raise UnsupportedError(
+                    f"a {what} of {size} is outside of what the model's code allows: {least} to {most or 'any size'}"
+                )
         return sizes[symbols.batch], sizes.get(symbols.sequence, 1)
 
     def _plan(self, trace: Trace, sizes: tuple[int, int], accumulate: bool) -> Scheduled:
@@ -190,19 +201,18 @@ class Step:
         layouts = [s.layout for s in program.slabs]
         largest = max((4 * lay.fp32.elements + 2 * lay.bf16.elements for lay in layouts), default=0)
         ring = min(max(2 * largest, 1 << 16), RING_LIMIT)
-        shared = [s.layout for s in program.slabs if len(s.users) > 1]
+        summed = [s.layout for s in program.slabs if len(s.users) > 1 or self._accumulates]
         return {
             "working weights": sum(lay.weight_bytes for lay in layouts),
             "optimizer state and exact masters": sum(lay.state_bytes for lay in layouts),
-            "gradient sums of shared weights": sum(lay.accumulator_bytes for lay in shared),
+            "gradient sums": sum(lay.accumulator_bytes for lay in summed),
             "gradients in flight": ring,
         }, ring
 
-    def _take_memory(self, program: Program) -> None:
-        """Check the host budget, then move the model's weights into slabs, block by block."""
-        options = self._options
+    def _check_host(self, program: Program) -> int:
+        """Refuse a host budget that cannot work; the size of the gradient ring."""
         needed, ring = self._host_needed(program)
-        allowed = options.budget.host or host_memory()
+        allowed = self._options.budget.host or host_memory()
         total = sum(needed.values())
         if total > allowed:
             rows = [*needed.items(), ("needed", total), ("allowed", allowed)]
@@ -211,6 +221,12 @@ class Step:
                 f"The smallest host budget that works is {total} bytes ({format_bytes(total)})",
                 smallest_host=total,
             )
+        return ring
+
+    def _take_memory(self, program: Program) -> None:
+        """Check the host budget, then move the model's weights into slabs, block by block."""
+        options = self._options
+        ring = self._check_host(program)
         params = dict(self.model.named_parameters())
         empty = [n for s in program.slabs for n in s.params if params[n].device.type == "meta"]
         if empty:
@@ -310,6 +326,11 @@ class Step:
         }
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], accumulate: bool) -> torch.Tensor:
+        if self._broken:
+            raise OomcError(
+                "an earlier step failed after it had updated some of the parameters and not others; load a checkpoint "
+                "into the model and compile it again"
+            )
         batch = Batch.bind(self.model, args, kwargs)
         begun = time.perf_counter()
         scheduled = self._prepare(batch, accumulate)
@@ -329,7 +350,11 @@ class Step:
             self._meter.reset_peak()
         with torch.no_grad(), meter:
             runtime.begin_step(hypers)
-            loss = program.step(runtime, *inputs)
+            try:
+                loss = program.step(runtime, *inputs)
+            except BaseException:
+                self._broken = runtime.abort(accumulate)
+                raise
             counts = runtime.end_step()
         if not accumulate:
             self._steps += 1

@@ -76,7 +76,10 @@ def differentiate(form: Form, flags: tuple[bool, ...], key: str) -> Form:
 
     def run(inputs: list[Any]) -> tuple[list[Any], list[Any]]:
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() if flag else x for x, flag in zip(inputs, flags, strict=True)]
+            leaves = [
+                x.detach().requires_grad_(flag) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+                for x, flag in zip(inputs, flags, strict=True)
+            ]
             outputs = list(fx.Interpreter(form.traced).run(*leaves))
         return leaves, outputs
 

@@ -64,12 +64,14 @@ class StepCounts:
     Attributes:
         h2d_bytes, d2h_bytes: bytes copied each way, counted when the copies are asked for.
         nonfinite: gradient elements that were applied and not finite.
+        updates: updates of slabs begun.
     """
 
     def __init__(self) -> None:
         self.h2d_bytes = 0
         self.d2h_bytes = 0
         self.nonfinite = 0
+        self.updates = 0
         self._lock = Lock()
 
     def add_nonfinite(self, count: int) -> None:
@@ -253,6 +255,7 @@ class GradientSink:
     ) -> Callable[[Run, Array], None]:
         rule, counts, constants = self._rule, self.counts, []
         slab.add_state(rule.state_names)
+        counts.updates += 1
         for name in names:
             slab.steps[name] += 1
             constants.append(rule.constants(self._hypers[self._groups[name]], slab.steps[name]))

@@ -117,6 +117,10 @@ class Lane:
             self._queue.put(item)
         return ticket
 
+    def drain(self) -> None:
+        """Block until all that was submitted is done; LaneError if a task failed."""
+        self.submit(_nothing).wait_host()
+
     def close(self) -> None:
         """Finish what was submitted and end the thread; errors stay with their tickets."""
         if self._thread is not None and self._ender.alive:
@@ -124,6 +128,10 @@ class Lane:
             self._thread.join()
         if self._state.stream is not None:
             self._state.stream.synchronize()
+
+
+def _nothing() -> None:
+    """The task that `drain` waits for."""
 
 
 class _State:

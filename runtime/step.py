@@ -61,6 +61,26 @@ class StepRuntime(Runtime):
                 self._versions[name] = source._version
                 self._residents[name] = source.detach().to(self.device)
 
+    def abort(self, accumulate: bool) -> bool:
+        """Give up the step under way: wait for the lanes, and free the slots.
+
+        Returns:
+            Whether the state is neither that before the step nor that after it: parameters have been updated, or
+            gradients been added to the sums of earlier micro-batches, or a lane has failed.
+        """
+        try:
+            self._h2d.drain()
+            self._d2h.drain()
+            self.synchronize()
+        except RuntimeError:
+            return True
+        self._buffers.reset()
+        if accumulate:
+            return self._counts.d2h_bytes > 0
+        for slab in self.slabs.values():
+            slab.accumulated.clear()
+        return self._counts.updates > 0
+
     def set_slots(self, sizes: Sequence[int]) -> None:
         """Take other device slots for weights where a plan wants other sizes than the ones there are."""
         if [slot.nbytes for slot in self._buffers.slots] != list(sizes):

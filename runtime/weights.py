@@ -88,6 +88,12 @@ class WeightBuffers:
         self._free[fetch.slot] = mark(self._device)
         self._holder[fetch.slot] = None
 
+    def reset(self) -> None:
+        """Take all slots back, whatever they hold; the lane must be idle."""
+        for index in range(len(self.slots)):
+            self._free[index] = mark(self._device)
+            self._holder[index] = None
+
     def close(self) -> None:
         """Let go of the slots."""
         self._views.clear()

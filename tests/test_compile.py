@@ -113,7 +113,7 @@ class Logits(Stack):
 
 REFUSED = {
     "a buffer is written": (Writes, oomc.UnsupportedError, r"writes to .*calls"),
-    "batch norm's statistics": (Normalised, oomc.UnsupportedError, r"writes to .*running_mean"),
+    "batch norm's statistics": (Normalised, oomc.UnsupportedError, r"writes to .*num_batches_tracked"),
     "random numbers": (Random, oomc.UnsupportedError, r"draws random numbers by aten\.randn"),
     "a branch on a value": (Branches, oomc.CaptureError, r"test_compile\.py:\d+: return loss \* 2 if loss > 3"),
     "no gradient": (Detached, oomc.CaptureError, "loss does not depend on any trainable parameter"),
