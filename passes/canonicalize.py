@@ -33,7 +33,8 @@ from torch import fx
 
 from oomc import meta, ops, private
 from oomc.errors import UnsupportedError
-from oomc.fxutil import append_placeholder, erase_dead, insert_call, is_mutating
+from oomc.functionalize import functionalize
+from oomc.fxutil import append_placeholder, erase_dead, insert_call
 from oomc.program import InputSpec, PassResult, Program
 
 aten = torch.ops.aten
@@ -165,59 +166,6 @@ def drop_no_ops(program: Program) -> bool:
             program.forward.graph.erase_node(node)
             changed = True
     return changed
-
-
-def functionalize(program: Program) -> bool:
-    """Turn in-place ops on memory that nothing else sees into their functional forms.
-
-    In-place ops on memory that has other views stay: the tracing of each workset functionalizes them, and the
-    partitioner keeps them with their memory.
-    """
-    graph, changed = program.forward.graph, False
-    seen = _memories_with_views(graph)
-    for node in list(graph.nodes):
-        if not is_mutating(node) or not isinstance(node.args[0], fx.Node) or _memory(node) in seen:
-            continue
-        target = node.args[0]
-        functional = _functional_form(node.target)
-        if functional is None or target.op == "placeholder":
-            continue
-        order = {n: i for i, n in enumerate(graph.nodes)}
-        later = [u for u in target.users if u is not node and order[u] > order[node]]
-        with graph.inserting_before(node):
-            new = insert_call(graph, functional, node.args, node.kwargs, like=node)
-        for user in later:
-            user.replace_input_with(target, new)
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
-        changed = True
-    return changed
-
-
-def _functional_form(op: Any) -> Any:
-    packet = getattr(torch.ops.aten, op._opname.removesuffix("_"), None)
-    if op._opname == "copy_" or packet is None or op._opname.startswith("__i"):
-        return None
-    overload = op._overloadname
-    return getattr(packet, overload) if overload in packet.overloads() else None
-
-
-def _memory(node: fx.Node) -> int | None:
-    """Identifies the memory of a node's value in the trace, as far as one tensor has one."""
-    val = meta.tensor(node)
-    return None if val is None else val.untyped_storage()._cdata
-
-
-def _memories_with_views(graph: fx.Graph) -> set[int | None]:
-    """Memories that several values share other than by writes in place; decided before any of them is rewritten."""
-    owners: set[int | None] = set()
-    shared: set[int | None] = {None}
-    for node in graph.nodes:
-        memory = _memory(node)
-        if node.op == "output" or is_mutating(node):
-            continue
-        (shared if memory in owners else owners).add(memory)
-    return shared
 
 
 def count_by_comparison(program: Program) -> bool:
