@@ -18,7 +18,7 @@ from torch.export import Dim
 from torch.export.graph_signature import InputKind as ExportKind
 from torch.utils import _pytree as pytree
 
-from oomc import meta, private
+from oomc import private
 from oomc.errors import CaptureError, UnsupportedError
 from oomc.program import InputSpec, Program
 
@@ -310,20 +310,6 @@ def _explain(error: Exception, model: torch.nn.Module) -> CaptureError:
     )
 
 
-def refuse_data_dependent_sizes(graph: torch.fx.Graph) -> None:
-    """Refuse values whose size only the data tells, such as those of `nonzero` and `x[mask]`."""
-    for node in graph.nodes:
-        val = meta.tensor(node)
-        for size in val.shape if val is not None else ():
-            if private.is_data_dependent(size):
-                where = (meta.modules(node) or ("",))[-1] or "the model"
-                raise CaptureError(
-                    f"{where} computes a value whose size depends on the data, by {node.target} at "
-                    f"`{meta.source(node)}`; a fixed plan needs sizes that follow from the batch. Use masks or sorted "
-                    "dispatch (for experts: torch's grouped GEMM over all tokens) instead of selecting"
-                )
-
-
 def _program(exported: Any, model: torch.nn.Module, batch: Batch, device: torch.device) -> Program:
     own = {id(p): n for n, p in model.named_parameters()} | {id(b): n for n, b in model.named_buffers()}
     lookup = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
@@ -331,7 +317,6 @@ def _program(exported: Any, model: torch.nn.Module, batch: Batch, device: torch.
     inputs: list[InputSpec] = []
     constants: dict[str, torch.Tensor] = {}
     signature = exported.graph_signature
-    refuse_data_dependent_sizes(exported.graph)
     leaf = 0
     for spec in signature.input_specs:
         target = (spec.target or "").removeprefix("_model.")

@@ -32,7 +32,7 @@ import torch
 from torch import fx
 
 from oomc import meta, ops, private
-from oomc.errors import UnsupportedError
+from oomc.errors import CaptureError, UnsupportedError
 from oomc.functionalize import functionalize
 from oomc.fxutil import append_placeholder, erase_dead, insert_call
 from oomc.program import InputSpec, PassResult, Program
@@ -58,6 +58,7 @@ class Canonicalize:
     """See the module's docstring.
 
     Raises (on call):
+        CaptureError: a value's size depends on the data.
         UnsupportedError: the graph draws random numbers other than by dropout, or enters autocast.
     """
 
@@ -74,9 +75,9 @@ class Canonicalize:
         for step in steps:
             changed |= step(program)
         refuse_random(module.graph)
+        refuse_data_dependent_sizes(module.graph)
         changed |= erase_dead(module.graph)
         if changed:
-            module.graph.lint()
             module.recompile()
         return PassResult(program, changed)
 
@@ -253,3 +254,17 @@ def refuse_random(graph: fx.Graph) -> None:
                 f"the forward draws random numbers by {node.target} at {meta.source(node) or meta.modules(node)}; "
                 "dropout outside attention is supported, other noise must be passed to the step as an input"
             )
+
+
+def refuse_data_dependent_sizes(graph: fx.Graph) -> None:
+    """Refuse values whose size only the data tells, such as those of `nonzero` and `x[mask]`."""
+    for node in graph.nodes:
+        val = meta.tensor(node)
+        for size in val.shape if val is not None else ():
+            if private.is_data_dependent(size):
+                where = (meta.modules(node) or ("",))[-1] or "the model"
+                raise CaptureError(
+                    f"{where} computes a value whose size depends on the data, by {node.target} at "
+                    f"`{meta.source(node)}`; a fixed plan needs sizes that follow from the batch. Use masks or sorted "
+                    "dispatch (for experts: torch's grouped GEMM over all tokens) instead of selecting"
+                )

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from oomc.match import Concrete, Unknown, erase_dead_writes, functional, int_literals, movement_chain, op_name, writes
+from oomc import meta, private
+from oomc.fxutil import insert_call
+from oomc.match import Concrete, Unknown, erase_dead_writes, functional, int_literals, movement_chain, op_name
 from tests.traced import traced
 
 
@@ -48,9 +50,15 @@ def test_inputs_are_not_made_up(nodes: dict[str, torch.fx.Node]) -> None:
         Concrete({}, {})(placeholder)
 
 
-def test_writes_to_shared_memory_are_refused_and_kept(nodes: dict[str, torch.fx.Node]) -> None:
-    node = next(n for n in nodes.values() if writes(n))
-    graph = node.graph
+def test_writes_to_shared_memory_are_refused_and_kept() -> None:
+    aten = torch.ops.aten
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    with private.fake_mode():
+        meta.set_value(x, torch.empty(4, 4))
+    made = insert_call(graph, aten.relu.default, (x,))
+    node = insert_call(graph, aten.add_.Tensor, (insert_call(graph, aten.squeeze.dim, (made, 1)), 1.0))
+    graph.output((made,))
     with pytest.raises(Unknown, match="others read"):
         functional(node)
     erase_dead_writes(graph)

@@ -167,7 +167,9 @@ def test_gradients_live_until_their_copy_is_retired() -> None:
     assert build(late=True) == 3 * N
 
 
-@pytest.mark.parametrize(("chunk", "temporary"), [((4, 8), 2 * N), ((1, 8), N + 2 * GRANULE), ((1, 2), N + 2 * GRANULE)])
+@pytest.mark.parametrize(
+    ("chunk", "temporary"), [((4, 8), 2 * N), ((1, 8), N + 2 * GRANULE), ((1, 2), N + 2 * GRANULE)]
+)
 def test_chunks_need_their_result_and_the_temporaries_of_one_chunk(chunk: tuple[int, int], temporary: int) -> None:
     hand = Hand(form("deep", deep, chunk=True))
     assert hand.peak(hand.run("deep", hand.x, chunk=chunk))[0] == temporary
