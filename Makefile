@@ -19,11 +19,13 @@ SETUP := .venv/.installed
 endif
 
 PYTEST_ARGS ?=
+# one process a core, each test file in one of them, since files share what they compile
+PYTEST_JOBS ?= $(if $(OOMC_NO_VENV),,-n auto --dist loadfile)
 
 .PHONY: test demo lint venv clean
 
 test: lint
-	$(PY) -m pytest -m "not cuda and not slow" -q $(PYTEST_ARGS)
+	$(PY) -m pytest $(PYTEST_JOBS) -m "not cuda and not slow" -q $(PYTEST_ARGS)
 
 demo: $(SETUP)
 	$(PY) examples/demo.py

@@ -115,6 +115,8 @@ class Families:
                 self.same[node] = self.same.get(source, source)
             elif source is not None and node.op == "call_function" and self._is_view(node, source):
                 self.parent[node] = self.same.get(source, source)
+            if isinstance(meta.value(node), tuple | list) and node not in self.parent:
+                self.memories[node] = set()  # fresh results (topk's, say): each part has memory of its own
             base = self.base(node)
             for memory in self.memories[node]:
                 if owners.setdefault(memory, base) is not base:

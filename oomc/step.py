@@ -171,6 +171,10 @@ class Step:
                 raise UnsupportedError(
                     f"a {what} of {size} is outside of what the model's code allows: {least} to {most or 'any size'}"
                 )
+        for condition in program.notes["conditions"]:
+            if hasattr(condition, "subs") and condition.subs(sizes) == False:  # noqa: E712  sympy's own false
+                names = {symbols.batch: "batch", symbols.sequence: "sequence"}
+                raise UnsupportedError(f"the model's code needs {condition.subs(names)}, which {sizes} breaks")
         return sizes[symbols.batch], sizes.get(symbols.sequence, 1)
 
     def _plan(self, trace: Trace, sizes: tuple[int, int], accumulate: bool) -> Scheduled:

@@ -126,10 +126,13 @@ def _detached(graph: fx.Graph, node: Any) -> Any:
 
 
 def drop_asserts(program: Program) -> bool:
-    """Erase runtime asserts: what they check was checked by the trace."""
+    """Erase runtime asserts; what they ask of the batch's sizes is kept in the notes, to be checked at each call."""
     changed = False
+    conditions = program.notes.setdefault("conditions", [])
     for node in list(program.forward.graph.nodes):
         if op_name(node) in DROPPED and not node.users:
+            if op_name(node) == "_assert_scalar" and isinstance(node.args[0], fx.Node):
+                conditions.append(private.expression(meta.value(node.args[0])))
             program.forward.graph.erase_node(node)
             changed = True
     return changed

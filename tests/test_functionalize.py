@@ -20,7 +20,7 @@ from oomc.functionalize import functionalize
 from oomc.fxutil import insert_call, is_mutating
 from oomc.passes.canonicalize import Canonicalize
 from oomc.program import InputSpec, Program
-from tests.traced import ops_of, run, values_are_right
+from tests.traced import ops_of, run, traced, values_are_right
 
 aten = torch.ops.aten
 VIEWS: dict[str, Callable[[Any, int], tuple[Any, tuple[Any, ...]]]] = {
@@ -289,3 +289,20 @@ def diagonal(x: Tensor, y: Tensor) -> Tensor:
 def test_refused(model: nn.Module, text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
         canonical(model)
+
+
+def test_a_part_of_fresh_results_is_memory_of_its_own() -> None:
+    """Normalising the values of a topk in place, as Mixtral's router does."""
+
+    class Router(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            values, index = torch.topk(x, 2, dim=-1)
+            values /= values.sum(dim=-1, keepdim=True)
+            return (values * index).sum(-1)
+
+    x = torch.randn(3, 5)
+    program = traced(Router(), {"x": x})
+    assert not any(is_mutating(n) for n in program.forward.graph.nodes)
+    weight = 1.5 + torch.arange(3.0).cos()
+    out = Router()(x)
+    torch.testing.assert_close(program.forward(x)[0], (out * out * weight).sum() / 3)

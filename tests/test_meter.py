@@ -142,6 +142,6 @@ def test_fake_tensors_give_the_same_peak() -> None:
 
 def test_host_bytes_sees_touched_memory() -> None:
     before = host_bytes()
-    held = torch.ones(8 << 20, dtype=torch.uint8)
-    assert host_bytes() - before > 7 << 20
+    held = torch.ones(256 << 20, dtype=torch.uint8)  # far more than what the allocator may have kept
+    assert host_bytes() - before > 200 << 20
     del held
