@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from oomc import private
 from oomc.errors import CaptureError, UnsupportedError
+from oomc.fxutil import fake_mode_of
 from oomc.program import InputSpec, Program
 
 LossFn = Callable[[Any, Mapping[str, Any]], Any]
@@ -274,7 +275,7 @@ def _export(
                 for shape, t in zip(shapes, batch.tensors.values(), strict=True)
             )
         try:
-            return torch.export.export(
+            exported = torch.export.export(
                 module,
                 leaves,
                 dynamic_shapes=(dynamic,),
@@ -282,6 +283,8 @@ def _export(
                 # expanded KV heads otherwise guard on sizes that torch 2.11 cannot prove
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
+            private.stop_deferring(fake_mode_of(exported.graph))
+            return exported
         except (CaptureError, UnsupportedError):
             raise
         except Exception as error:

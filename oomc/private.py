@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "is_constraint",
     "is_data_dependent",
     "mode_of",
+    "stop_deferring",
     "suggested_bounds",
     "trace",
     "use_expandable_segments",
@@ -77,6 +79,17 @@ def use_expandable_segments() -> None:
     """
     settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (settings or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+
+
+def stop_deferring(mode: FakeTensorMode) -> None:
+    """Let what fixes a symbolic size fix it in the open from here on.
+
+    While it exports with deferred asserts, torch answers `int(size)` with the example's number and only notes an
+    assert; in a pass that would be a graph for one size, with nothing to show for it.
+    """
+    env = mode.shape_env
+    assert env is not None
+    env.settings = replace(env.settings, prefer_deferred_runtime_asserts_over_guards=False)
 
 
 class ConstraintError(Exception):

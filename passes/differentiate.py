@@ -64,6 +64,8 @@ class Differentiate:
                 "run under torch.no_grad()"
             )
         program.forms = {form.key: form for form in forms.values()}
+        fixed = [s for s in program.notes["symbols"].sizes if isinstance(private.expression(s), int)]
+        assert not fixed, f"tracing the forms has fixed a size of the batch: {fixed}"
         return PassResult(program, True)
 
 

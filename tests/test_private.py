@@ -107,3 +107,11 @@ def test_attention_kernels_take_what_is_given(name: str) -> None:
     arguments = [a.name for a in getattr(torch.ops.aten, name).default._schema.arguments]
     missing = set(KERNELS[name]) - set(arguments)
     assert not missing, f"{name} takes {arguments}"
+
+
+def test_sizes_are_fixed_in_the_open_after_an_export() -> None:
+    """`ShapeEnv.settings` is where torch keeps whether it defers."""
+    mode = private.fake_mode()
+    assert hasattr(mode.shape_env.settings, "prefer_deferred_runtime_asserts_over_guards")
+    private.stop_deferring(mode)
+    assert not mode.shape_env.prefer_deferred_runtime_asserts_over_guards
