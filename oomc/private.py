@@ -29,6 +29,7 @@ __all__ = [
     "fake_mode",
     "is_constraint",
     "is_data_dependent",
+    "mark_stepped",
     "mode_of",
     "stop_deferring",
     "suggested_bounds",
@@ -79,6 +80,11 @@ def use_expandable_segments() -> None:
     """
     settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (settings or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell torch's schedulers that the optimizer has made its step, or they warn that it has not."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def stop_deferring(mode: FakeTensorMode) -> None:

@@ -316,7 +316,11 @@ class Step:
                 self._runtime.update_accumulated(slab.name, 1.0 / self._pending_batches)
         self._runtime.end_step()
         self._pending_batches = 0
+        self._count_step()
+
+    def _count_step(self) -> None:
         self._steps += 1
+        private.mark_stepped(self.optimizer)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The sums of the micro-batches' gradients since the last update: fp32, by parameter name, as copies."""
@@ -361,7 +365,7 @@ class Step:
                 raise
             counts = runtime.end_step()
         if not accumulate:
-            self._steps += 1
+            self._count_step()
         self._loss = loss
         tokens = program.plan.sizes[0] * program.plan.sizes[1]
         self._last = {"tokens": tokens, "step_s": time.perf_counter() - begun, "counts": counts,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -112,6 +114,17 @@ def test_attention_kernels_take_what_is_given(name: str) -> None:
 def test_sizes_are_fixed_in_the_open_after_an_export() -> None:
     """`ShapeEnv.settings` is where torch keeps whether it defers."""
     mode = private.fake_mode()
+    assert mode.shape_env is not None
     assert hasattr(mode.shape_env.settings, "prefer_deferred_runtime_asserts_over_guards")
     private.stop_deferring(mode)
     assert not mode.shape_env.prefer_deferred_runtime_asserts_over_guards
+
+
+def test_schedulers_do_not_warn_about_a_marked_optimizer() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    private.mark_stepped(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
