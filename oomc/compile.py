@@ -59,6 +59,8 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
     chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if chosen.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"device {chosen} is not supported; there are cuda, and cpu as its stand-in")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("device cuda: torch finds no GPU here; device='cpu' computes on the CPU stand-in")
     if chosen == torch.device("cuda"):
         chosen = torch.device("cuda", torch.cuda.current_device())
     options = Options(budget or Budget(), chosen, backend or "eager", loss_fn, seed, verify, chaos, synchronous)

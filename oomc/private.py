@@ -9,6 +9,7 @@ import re
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ __all__ = [
     "is_data_dependent",
     "mark_stepped",
     "mode_of",
+    "replace_step",
     "stop_deferring",
     "suggested_bounds",
     "trace",
@@ -85,6 +87,12 @@ def use_expandable_segments() -> None:
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tell torch's schedulers that the optimizer has made its step, or they warn that it has not."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def replace_step(optimizer: torch.optim.Optimizer, function: Callable[..., Any]) -> None:
+    """Let `optimizer.step()` call `function`; schedulers made before or after take it for their own wrapper."""
+    function._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = MethodType(function, optimizer)  # type: ignore[method-assign]
 
 
 def stop_deferring(mode: FakeTensorMode) -> None:

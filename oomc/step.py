@@ -82,6 +82,7 @@ class Step:
         self._options = options
         self._rule = rule_of(optimizer)
         self._groups = groups_of(optimizer, model)
+        private.replace_step(optimizer, _refuse_optimizer_step)
         self._traces: dict[tuple[Any, ...], Trace] = {}
         self._runtime: StepRuntime | None = None
         self._slabs: list[HostSlab] = []
@@ -120,10 +121,7 @@ class Step:
         key = batch.key()
         if key not in self._traces:
             if self._traces:
-                raise UnsupportedError(
-                    "the batch has other inputs, dtypes or constants than the one that the step was compiled for: "
-                    f"{key}. Compile another step for it, or always pass the same arguments"
-                )
+                raise UnsupportedError(_difference(next(iter(self._traces)), key))
             bare = self._capture(batch)
             self._traces[key] = Trace(bare, batch.shapes_only(), Profiler(bare))
         return self._traces[key]
@@ -477,6 +475,28 @@ class Step:
             names = ["capture", *(p.name for p in (*pipeline.MODEL_PASSES, *pipeline.step_passes(choose))), "lower"]
             raise ValueError(f"no stage is called {stage!r}; there are {', '.join(names)}")
         return texts[stage]
+
+
+def _difference(known: tuple[Any, ...], key: tuple[Any, ...]) -> str:
+    """What a batch has that the compiled one has not, and the other way round."""
+
+    def texts(of: tuple[Any, ...]) -> set[str]:
+        tensors = {f"{name}: {str(dtype).removeprefix('torch.')} of {dims} dimensions" for name, dtype, dims in of[0]}
+        return tensors | {f"{name}={value}" for name, value in of[1]}
+
+    more, less = sorted(texts(key) - texts(known)), sorted(texts(known) - texts(key))
+    return (
+        "the batch is not like the one that the step was compiled for: "
+        f"it has {', '.join(more) or 'nothing more'}, and lacks {', '.join(less) or 'nothing'}. Always pass the same "
+        "arguments, or compile the step with an example that has them"
+    )
+
+
+def _refuse_optimizer_step(*_: Any, **__: Any) -> None:
+    raise OomcError(
+        "the compiled step updates the parameters itself: call step(**batch), or step.forward_backward(**batch) and "
+        "step.update(); optimizer.step() would make a second, unknown update"
+    )
 
 
 def _already_done(*_: Any, **__: Any) -> None:

@@ -128,3 +128,18 @@ def test_schedulers_do_not_warn_about_a_marked_optimizer() -> None:
         warnings.simplefilter("error")
         scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_replaced_optimizer_step_is_taken_for_the_schedulers_own() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    before = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    calls: list[object] = []
+    private.replace_step(optimizer, lambda self: calls.append(self))
+    after = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    optimizer.step()
+    private.mark_stepped(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before.step()
+        after.step()
+    assert calls == [optimizer]

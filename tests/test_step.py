@@ -36,9 +36,9 @@ def test_positional_arguments_are_those_of_forward() -> None:
 def test_other_inputs_than_compiled_for_are_refused() -> None:
     step = make()
     before = state(step)
-    with pytest.raises(oomc.UnsupportedError, match="other inputs, dtypes or constants"):
+    with pytest.raises(oomc.UnsupportedError, match="not like the one that the step was compiled for"):
         step(BATCH["input_ids"].int(), BATCH["labels"])
-    with pytest.raises(oomc.UnsupportedError, match="other inputs, dtypes or constants"):
+    with pytest.raises(oomc.UnsupportedError, match="not like the one that the step was compiled for"):
         step(BATCH["input_ids"][0], BATCH["labels"][0])
     assert all(torch.equal(t, before[n]) for n, t in state(step).items())
 
@@ -188,3 +188,15 @@ def test_in_place_edits_of_weights_are_not_lost() -> None:
     edited = copy.deepcopy(step.model)
     expected = Reference(edited).accumulate(**BATCH)
     assert relative(step(**BATCH), expected) <= 1e-6
+
+
+def test_the_optimizers_own_step_is_refused() -> None:
+    step = compiled(Stack(2), BATCH, like=("Stack", 2))
+    with pytest.raises(oomc.OomcError, match="compiled step updates the parameters itself"):
+        step.optimizer.step()
+
+
+def test_other_arguments_are_named() -> None:
+    step = compiled(Stack(2), BATCH, like=("Stack", 2))
+    with pytest.raises((oomc.UnsupportedError, TypeError), match="attention_mask"):
+        step(**BATCH, attention_mask=torch.ones(1, 1))
