@@ -206,7 +206,7 @@ class Step:
         summed = [s.layout for s in program.slabs if len(s.users) > 1 or self._accumulates]
         return {
             "working weights": sum(lay.weight_bytes for lay in layouts),
-            "optimizer state and exact masters": sum(lay.state_bytes for lay in layouts),
+            "optimizer state and exact masters": sum(lay.state_bytes(self._rule.arrays) for lay in layouts),
             "gradient sums": sum(lay.accumulator_bytes for lay in summed),
             "gradients in flight": ring,
         }, ring

@@ -21,8 +21,10 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 
 from oomc.runtime.kernels import BLOCK, bits_of, count_nonfinite, fused, join, kernel, nearest_hi, overflow_mark, widen
+from oomc.runtime.layout import StateArray
 from oomc.runtime.optim import Array
 
 
@@ -110,7 +112,7 @@ def _constants(hyper: Hyper, step: int) -> tuple[Any, ...]:
 class AdamW:
     """The `UpdateRule` of `torch.optim.AdamW` (no amsgrad, no maximize). State: fp32 `m` and `v`."""
 
-    state_names: tuple[str, ...] = ("m", "v")
+    arrays: tuple[StateArray, ...] = (StateArray("m"), StateArray("v"))
 
     def hyper(self, group: Mapping[str, Any]) -> Hyper:
         """Snapshot of one of a torch AdamW's `param_groups`; tensors (a tensor lr) are read now."""
@@ -118,15 +120,23 @@ class AdamW:
         values = (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
         return Hyper(*(float(x) for x in values))
 
-    def constants(self, hyper: Hyper, step: int) -> tuple[Any, ...]:
+    def constants(self, hyper: Hyper, step: int, salt: int) -> tuple[Any, ...]:
         """What the kernel needs of `hyper` at the parameter's `step` (from 1), rounded once to fp32."""
         return _constants(hyper, step)
 
     def update(
-        self, weights: Array, lo: Array | None, state: tuple[Array, ...], gradient: Array, factor: float, constants: Any
-    ) -> int:
+        self, weights: Array, lo: Array | None, state: tuple[Array, ...], gradient: Array, factor: float,
+        constants: Any, start: int,
+    ) -> int:  # fmt: skip
         """Update one run of elements in place; see `UpdateRule.update`."""
         m, v = state
         if lo is None:
             return int(_update_whole(weights, m, v, gradient, np.float32(factor), constants))
         return int(_update_split(weights, lo, m, v, gradient, np.float32(factor), constants))
+
+    def update_cuda(
+        self, weights: torch.Tensor, lo: torch.Tensor | None, state: tuple[torch.Tensor, ...], gradient: torch.Tensor,
+        factor: float, constants: Any, start: int, nonfinite: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Update one run of elements on the device; see `UpdateRule.update_cuda`."""
+        raise NotImplementedError

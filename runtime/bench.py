@@ -44,11 +44,13 @@ def _ours(count: int, chunk: int, pool: Pool, split: bool) -> Callable[[], None]
     lo = np.zeros(count, np.int16)
     m, v = np.zeros(count, np.float32), np.zeros(count, np.float32)
     hyper = rule.hyper({"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1})
-    constants = rule.constants(hyper, 2)
+    constants = rule.constants(hyper, 2, 0)
 
     def task(start: int) -> None:
         span = slice(start, start + chunk)
-        rule.update(weights[span], lo[span] if split else None, (m[span], v[span]), gradient[span], 1.0, constants)
+        rule.update(
+            weights[span], lo[span] if split else None, (m[span], v[span]), gradient[span], 1.0, constants, start
+        )
 
     def update() -> None:
         starts = range(0, count, chunk)

@@ -73,7 +73,7 @@ class Runtime:
             compile_rule(rule)
             for slab in slabs:
                 if slab.layout.state_elements:
-                    slab.add_state(rule.state_names)
+                    slab.add_state(rule.arrays)
             self._sink = GradientSink(
                 rule, dict(groups or {}), self._pool, self._d2h, ring_bytes, chunk_elems, adversary
             )

@@ -22,12 +22,13 @@ import torch
 from oomc.runtime.chaos import Adversary
 from oomc.runtime.kernels import accumulate
 from oomc.runtime.lanes import Lane, Mark, Ticket, mark
-from oomc.runtime.optim import Array, UpdateRule
+from oomc.runtime.memory import HostMemory
+from oomc.runtime.optim import Array, UpdateRule, salt_of
 from oomc.runtime.pool import Countdown, Pool
-from oomc.runtime.slabs import HostMemory, HostSlab
+from oomc.runtime.slabs import HostSlab
 
 Mode = Literal["update", "accumulate"]
-_RUN_ALIGN = 64  # bytes: runs in a buffer start on cache lines
+_RUN_ALIGN = 512  # bytes: runs start on multiples of 128 elements, which blocks of state share
 
 
 @dataclass(frozen=True)
@@ -254,13 +255,13 @@ class GradientSink:
         self, slab: HostSlab, names: Iterable[str], starts: Sequence[int], factor: float = 1.0
     ) -> Callable[[Run, Array], None]:
         rule, counts, constants = self._rule, self.counts, []
-        slab.add_state(rule.state_names)
+        slab.add_state(rule.arrays)
         counts.updates += 1
         for name in names:
             slab.steps[name] += 1
-            constants.append(rule.constants(self._hypers[self._groups[name]], slab.steps[name]))
+            constants.append(rule.constants(self._hypers[self._groups[name]], slab.steps[name], salt_of(name)))
         split_stop = slab.layout.bf16.elements
-        states = [slab.state_arrays[name] for name in rule.state_names]
+        states = [(array, slab.state_arrays[array.name]) for array in rule.arrays]
         hi, lo_all, fp32 = slab.hi_array, slab.lo_array, slab.fp32_array
 
         def apply(run: Run, gradient: Array) -> None:
@@ -269,8 +270,8 @@ class GradientSink:
                 weights, lo = hi[start:stop], lo_all[start:stop]
             else:
                 weights, lo = fp32[start - split_stop : stop - split_stop], None
-            state = tuple(array[start:stop] for array in states)
-            counts.add_nonfinite(rule.update(weights, lo, state, gradient, factor, constants[run.index]))
+            state = tuple(memory[array.span(start, stop)] for array, memory in states)
+            counts.add_nonfinite(rule.update(weights, lo, state, gradient, factor, constants[run.index], run.start))
 
         return apply
 

@@ -13,12 +13,43 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from oomc.errors import UnsupportedError
 
 ALIGN = 256
+
+
+BITS = {
+    torch.float32: np.float32, torch.bfloat16: np.int16, torch.int16: np.int16, torch.int32: np.int32,
+    torch.uint8: np.uint8, torch.int8: np.int8,
+}  # fmt: skip
+"""numpy's types for the same bits; numpy has no bf16."""
+
+
+@dataclass(frozen=True)
+class StateArray:
+    """One array of an optimizer's state: its name, dtype, and how many weights share an element (a block's scale)."""
+
+    name: str
+    dtype: torch.dtype = torch.float32
+    block: int = 1
+
+    @property
+    def bits(self) -> np.dtype[Any]:
+        """The dtype of the same memory as a numpy array."""
+        return np.dtype(BITS[self.dtype])
+
+    def elements(self, weights: int) -> int:
+        """Its elements for so many weights."""
+        return -(-weights // self.block)
+
+    def span(self, start: int, stop: int) -> slice:
+        """Its part for weights `[start, stop)`; `start` is a multiple of `block`."""
+        return slice(start // self.block, -(-stop // self.block))
 
 
 @dataclass(frozen=True)
@@ -132,15 +163,9 @@ class SlabLayout:
         """Elements that are trained, without padding."""
         return sum(place.spec.numel for place in self.places if place.spec.trainable)
 
-    @property
-    def state_bytes(self) -> int:
-        """Host bytes beside the weights under AdamW: `lo` for bf16, `m` and `v` for all that is trained."""
-        return 2 * self.bf16.elements + 8 * self.state_elements
-
-    @property
-    def host_bytes(self) -> int:
-        """Weights and state (AdamW), without a gradient accumulator."""
-        return self.weight_bytes + self.state_bytes
+    def state_bytes(self, arrays: Sequence[StateArray]) -> int:
+        """Bytes beside the weights: `lo` for bf16, and the optimizer's arrays for all that is trained."""
+        return 2 * self.bf16.elements + sum(a.dtype.itemsize * a.elements(self.state_elements) for a in arrays)
 
     @property
     def accumulator_bytes(self) -> int:

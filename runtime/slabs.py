@@ -1,97 +1,18 @@
-"""Host memory of exact size, and the slab over it: a block's weights with their optimizer state."""
+"""The host slab: a block's weights with their exact masters and optimizer state."""
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import threading
-import warnings
-from collections.abc import Iterable
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
 from oomc.runtime.kernels import join_master, split_master
-from oomc.runtime.layout import Place, SlabLayout
+from oomc.runtime.layout import Place, SlabLayout, StateArray
+from oomc.runtime.memory import Array, HostMemory
 from oomc.runtime.pool import Countdown
 
-Array: TypeAlias = np.ndarray[Any, Any]
 _PIECE = 1 << 20  # elements converted at a time when weights are loaded, so that temporaries stay small
-_pin_warning = threading.Event()
-
-
-class HostMemory:
-    """`nbytes` of zeroed, page-aligned, anonymous memory, registered with CUDA if `pin`.
-
-    torch's own pinned allocator rounds sizes up to powers of two; this does not. Forked processes (data loader workers)
-    do not get the memory: a copy-on-write page of theirs would move ours away from the pages that CUDA has registered.
-    The memory is given back when `close` was called and the last tensor over it is gone.
-
-    Attributes:
-        pinned: whether CUDA has it registered; if the driver refuses, it stays pageable and a warning is given once.
-    """
-
-    def __init__(self, nbytes: int, pin: bool = False) -> None:
-        self.nbytes = nbytes
-        self.pinned = False
-        self._map: mmap.mmap | None = None
-        if nbytes:
-            self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-                if hasattr(mmap, advice):
-                    _advise(self._map, getattr(mmap, advice))
-            if pin:
-                self.pinned = _register(self._address(), nbytes)
-
-    def _address(self) -> int:
-        return int(self.array(np.dtype(np.uint8), 0, 1).ctypes.data)
-
-    def array(self, dtype: np.dtype[Any], offset: int, count: int) -> Array:
-        """`count` elements of `dtype` from byte `offset` on, as a numpy array over the memory."""
-        if self._map is None or count == 0:
-            return np.empty(0, dtype)
-        return np.frombuffer(self._map, dtype, count, offset)
-
-    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
-        """A tensor over the memory from byte `offset` on, with a storage of its own of just its size."""
-        count = int(np.prod(shape, dtype=np.int64))
-        if self._map is None or count == 0:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
-
-    def close(self) -> None:
-        """Unregister the memory and let go of it; tensors over it stay valid, as pageable memory."""
-        if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._address())
-            self.pinned = False
-        self._map = None
-
-
-def _advise(memory: mmap.mmap, advice: int) -> None:
-    with contextlib.suppress(OSError):  # a kernel without this advice: it is only advice
-        memory.madvise(advice)
-
-
-def _clear_last_error() -> None:
-    # a refusal stays behind as CUDA's last error, and the next check of a launch would report it as its own
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
-
-
-def _register(address: int, nbytes: int) -> bool:
-    result = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
-    if result == 0:
-        return True
-    _clear_last_error()
-    if not _pin_warning.is_set():
-        _pin_warning.set()
-        warnings.warn(
-            f"CUDA refused to register {nbytes} bytes of host memory (error {result}); copies from pageable memory are "
-            "about 8 times slower. Check the container's memory limit and `ulimit -l`.",
-            stacklevel=3,
-        )
-    return False
 
 
 class HostSlab:
@@ -104,7 +25,7 @@ class HostSlab:
         layout: where what lies.
         weights: uint8 [weight_bytes], registered with CUDA if `pin`; what a fetch copies.
         lo: int16 [layout.bf16.elements].
-        state: fp32 [layout.state_elements] for each name, from `add_state`.
+        state: the optimizer's arrays by name, from `add_state`; element `e // block` belongs to state element `e`.
         steps: for each trainable parameter, how many updates it has had (as torch's per-parameter `step`).
         accumulator: fp32 [layout.state_elements], from `add_accumulator`.
         accumulated: parameters that have a gradient in the accumulator.
@@ -143,21 +64,22 @@ class HostSlab:
         """Bytes taken now: weights, `lo`, state, accumulator."""
         return self._weights.nbytes + sum(memory.nbytes for memory in self._beside.values())
 
-    def add_state(self, names: Iterable[str]) -> None:
+    def add_state(self, arrays: Sequence[StateArray]) -> None:
         """Allocate the optimizer's state arrays that are not there yet, zeroed."""
-        for name in names:
-            if name not in self.state:
-                self.state[name], self.state_arrays[name] = self._allocate(name)
+        for array in arrays:
+            if array.name not in self.state:
+                elements = array.elements(self.layout.state_elements)
+                memory = self._beside[array.name] = HostMemory(array.dtype.itemsize * elements)
+                self.state[array.name] = memory.tensor(array.dtype, (elements,))
+                self.state_arrays[array.name] = memory.array(array.bits, 0, elements)
 
     def add_accumulator(self) -> None:
         """Allocate the gradient accumulator if it is not there yet."""
         if self.accumulator is None:
-            self.accumulator, self.accumulator_array = self._allocate("accumulator")
-
-    def _allocate(self, name: str) -> tuple[torch.Tensor, Array]:
-        elements = self.layout.state_elements
-        memory = self._beside[name] = HostMemory(4 * elements)
-        return memory.tensor(torch.float32, (elements,)), memory.array(np.dtype(np.float32), 0, elements)
+            elements = self.layout.state_elements
+            memory = self._beside["accumulator"] = HostMemory(4 * elements)
+            self.accumulator = memory.tensor(torch.float32, (elements,))
+            self.accumulator_array = memory.array(np.dtype(np.float32), 0, elements)
 
     def param(self, name: str) -> torch.Tensor:
         """Parameter `name` over the slab's weights, of its shape and dtype, with a storage of its own."""

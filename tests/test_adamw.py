@@ -58,15 +58,15 @@ def test_within_two_ulp_of_torch(narrow: bool, decay: float, betas: tuple[float,
         }  # fmt: skip
         optimizer.step()
         old, old_m, old_v = master, m.clone(), v.clone()
-        constants = RULE.constants(RULE.hyper(group), step)
+        constants = RULE.constants(RULE.hyper(group), step, 0)
         bits = gradient.view(torch.int16 if narrow else torch.int32).numpy()
         if narrow:
             hi, lo = split(master)
-            assert RULE.update(hi.numpy(), lo.numpy(), (m.numpy(), v.numpy()), bits, 1.0, constants) == 0
+            assert RULE.update(hi.numpy(), lo.numpy(), (m.numpy(), v.numpy()), bits, 1.0, constants, 0) == 0
             master = join(hi, lo)
         else:
             master = master.clone()
-            assert RULE.update(master.numpy(), None, (m.numpy(), v.numpy()), bits, 1.0, constants) == 0
+            assert RULE.update(master.numpy(), None, (m.numpy(), v.numpy()), bits, 1.0, constants, 0) == 0
         expected, state = parameter.detach(), optimizer.state[parameter]
         error = ulps(master, expected, old, expected, expected - old)
         # torch's vectorised square root is not always the nearest number, ours is: 1 ulp there can become 3 in the end
@@ -98,7 +98,7 @@ def test_the_split_is_exact_and_rounds_ties_away() -> None:
 def test_long_runs_equal_short_ones_and_nonfinite_elements_are_counted() -> None:
     generator = torch.Generator().manual_seed(1)
     n = 20_000
-    constants = RULE.constants(RULE.hyper({"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}), 3)
+    constants = RULE.constants(RULE.hyper({"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}), 3, 0)
     gradient = torch.randn(n, generator=generator).bfloat16()
     gradient[[5, 4096, 19_999]] = torch.tensor([math.nan, math.inf, -math.inf]).bfloat16()
     results = []
@@ -108,7 +108,7 @@ def test_long_runs_equal_short_ones_and_nonfinite_elements_are_counted() -> None
         count = 0
         for i in range(0, n, piece):
             views = [t[i : i + piece].numpy() for t in (hi, lo, m, v, gradient.view(torch.int16))]
-            count += RULE.update(views[0], views[1], (views[2], views[3]), views[4], 0.5, constants)
+            count += RULE.update(views[0], views[1], (views[2], views[3]), views[4], 0.5, constants, 0)
         assert count == 3
         results.append([t.view(torch.uint8).clone() for t in (hi, lo, m, v)])
     assert all(torch.equal(a, b) for a, b in zip(*results))

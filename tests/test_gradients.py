@@ -19,7 +19,7 @@ def reference_step(
     """AdamW by the same kernel, a parameter at a time, from copies: what any chunking must give."""
     rule = AdamW()
     for name, grad in grads.items():
-        constants = rule.constants(HYPERS[GROUP_OF[name]], step)
+        constants = rule.constants(HYPERS[GROUP_OF[name]], step, 0)
         bits = grad.reshape(-1).view(torch.int16 if grad.dtype == torch.bfloat16 else torch.int32).numpy()
         start, stop = slab.layout.gradient_ranges[name]
         split = slab.layout.bf16.elements
@@ -27,7 +27,7 @@ def reference_step(
             weights, lo = slab.hi_array[start:stop], slab.lo_array[start:stop]
         else:
             weights, lo = slab.fp32_array[start - split : stop - split], None
-        rule.update(weights, lo, state[name], bits, 1.0, constants)
+        rule.update(weights, lo, state[name], bits, 1.0, constants, 0)
 
 
 def make_runtime(slab: HostSlab) -> Runtime:

@@ -12,10 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_model
 
+from oomc.runtime import memory as memory_module
 from oomc.runtime import slabs
+from oomc.runtime.adamw import AdamW
 from oomc.runtime.layout import ParamSpec, SlabLayout
+from oomc.runtime.memory import HostMemory
 from oomc.runtime.meter import host_bytes
-from oomc.runtime.slabs import HostMemory, HostSlab
+from oomc.runtime.slabs import HostSlab
 from tests.reference import round_bf16
 
 SPECS = [
@@ -79,12 +82,13 @@ def test_loading_keeps_the_exact_master(piece: int, monkeypatch: pytest.MonkeyPa
 def test_state_is_there_when_asked_for_and_starts_at_zero() -> None:
     slab = make()
     assert slab.host_bytes == slab.layout.weight_bytes + slab.lo.nbytes
-    slab.add_state(["m", "v"])
-    slab.add_state(["m"])
-    assert slab.host_bytes == slab.layout.host_bytes
+    slab.add_state(AdamW().arrays)
+    slab.add_state(AdamW().arrays[:1])
+    whole = slab.layout.weight_bytes + slab.layout.state_bytes(AdamW().arrays)
+    assert slab.host_bytes == whole
     assert not slab.state["m"].any()
     slab.add_accumulator()
-    assert slab.host_bytes == slab.layout.host_bytes + slab.layout.accumulator_bytes
+    assert slab.host_bytes == whole + slab.layout.accumulator_bytes
 
 
 def test_memory_is_page_aligned_and_exact() -> None:
@@ -98,7 +102,7 @@ def test_memory_is_page_aligned_and_exact() -> None:
 def test_closing_gives_memory_back_but_not_under_a_parameter() -> None:
     size = 32 << 20
     slab = HostSlab(SlabLayout.build("s", [ParamSpec("w", (size // 2,), torch.bfloat16, True)]))
-    slab.add_state(["m", "v"])
+    slab.add_state(AdamW().arrays)
     for tensor in (slab.weights, slab.state["m"], slab.state["v"]):
         tensor.fill_(1)
     parameter = slab.param("w")
@@ -119,8 +123,8 @@ def test_a_refusal_to_pin_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> Non
             return 2
 
     monkeypatch.setattr(torch.cuda, "cudart", Refuses)
-    monkeypatch.setattr(slabs, "_clear_last_error", lambda: None)
-    monkeypatch.setattr(slabs, "_pin_warning", type(slabs._pin_warning)())
+    monkeypatch.setattr(memory_module, "_clear_last_error", lambda: None)
+    monkeypatch.setattr(memory_module, "_pin_warning", type(memory_module._pin_warning)())
     with pytest.warns(UserWarning, match="refused to register"):
         memory = HostMemory(4096, pin=True)
     assert not memory.pinned
@@ -142,9 +146,9 @@ def test_registered_memory_is_pinned_until_closed() -> None:
     assert not memory.tensor(torch.uint8, (0,)).is_pinned()
     again = HostMemory(1 << 20, pin=True)
     address = again.tensor(torch.uint8, (1 << 20,)).data_ptr()
-    slabs._pin_warning.clear()
+    memory_module._pin_warning.clear()
     with pytest.warns(UserWarning, match="refused"):
-        registered = slabs._register(address, 1 << 20)
+        registered = memory_module._register(address, 1 << 20)
     assert not registered, "it was registered already"
     torch.zeros(1, device="cuda").add_(1)
     torch.cuda.synchronize()
