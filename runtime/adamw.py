@@ -1,4 +1,4 @@
-"""AdamW on the host: fp32 arithmetic on the exact master, as `torch.optim.AdamW` without fused or approximate steps.
+"""AdamW on the host and on CUDA: fp32 arithmetic on the exact master, as `torch.optim.AdamW` without approximations.
 
     p = p * (1 - lr * weight_decay)
     m = fma(1 - beta1, g - m, m), or fma(-beta1, g - m, g) where beta1 <= 1/2: torch's lerp
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oomc.runtime.kernels import BLOCK, bits_of, count_nonfinite, fused, join, kernel, nearest_hi, overflow_mark, widen
+from oomc.runtime.kernels import BLOCK, count_nonfinite, fused, join, kernel, low_bits, nearest_hi, overflow_mark, widen
 from oomc.runtime.layout import StateArray
 from oomc.runtime.optim import Array
 
@@ -61,7 +61,7 @@ def _descend_split(hi: Any, lo: Any, m: Any, v: Any, constants: Any) -> None:
     for i in range(hi.size):
         p = join(hi[i], lo[i]) * decay - step_size * m[i] / (np.sqrt(v[i]) / root2 + eps)
         hi[i] = nearest_hi(p)
-        lo[i] = np.int16(bits_of(p))
+        lo[i] = low_bits(p)
 
 
 @kernel
@@ -139,4 +139,6 @@ class AdamW:
         factor: float, constants: Any, start: int, nonfinite: torch.Tensor,
     ) -> None:  # fmt: skip
         """Update one run of elements on the device; see `UpdateRule.update_cuda`."""
-        raise NotImplementedError
+        from oomc.runtime.triton_kernels import adamw  # triton is there only where CUDA is
+
+        adamw(weights, lo, state, gradient, factor, constants, nonfinite)

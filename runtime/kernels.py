@@ -10,7 +10,7 @@ the data twice in blocks of `BLOCK` elements, which stay in the cache between.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numba
 import numpy as np
@@ -18,7 +18,10 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
+Array: TypeAlias = np.ndarray[Any, Any]
+
 BLOCK = 4096
+SQUARES = 256  # sums kept side by side: numba reorders no additions, so that a single one would not vectorise
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,11 +89,17 @@ def nearest_hi(value: Any) -> Any:
 
 
 @kernel
+def low_bits(value: Any) -> Any:
+    """The lower half of a float32's bits, as int16; 0 for NaN, so that all executors store the same one."""
+    return np.int16(bits_of(value)) if value == value else np.int16(0)
+
+
+@kernel
 def split_master(master: Any, hi: Any, lo: Any) -> None:
     """Split a float32 `master` into `hi` and `lo` (int16 bits), all 1-d of one length."""
     for i in range(hi.size):
         hi[i] = nearest_hi(master[i])
-        lo[i] = np.int16(bits_of(master[i])) if master[i] == master[i] else np.int16(0)
+        lo[i] = low_bits(master[i])
 
 
 @kernel
@@ -120,11 +129,45 @@ def count_nonfinite(values: Any, factor: Any) -> int:
 
 
 @kernel
-def accumulate(total: Any, gradient: Any, fresh: Any) -> None:
-    """Add `gradient` (int16 or int32 bits) to the float32 `total`, or store it there if `fresh`; 1-d of one length."""
+def _accumulate(total: Any, gradient: Any, fresh: Any, weight: Any) -> None:
     if fresh:
         for i in range(total.size):
-            total[i] = widen(gradient[i])
+            total[i] = weight * widen(gradient[i])
     else:
         for i in range(total.size):
-            total[i] = total[i] + widen(gradient[i])
+            total[i] = total[i] + weight * widen(gradient[i])
+
+
+def accumulate(total: Array, gradient: Array, fresh: bool, weight: float = 1.0) -> None:
+    """Add `weight * gradient` to the float32 `total`, or store it there if `fresh`; product and sum round once each.
+
+    Args:
+        total: float32 [n].
+        gradient: int16 or int32 [n]: bits as for `widen`.
+        fresh: whether what is in `total` does not count.
+        weight: rounded to fp32; 1.0 leaves the gradient's bits as they are.
+    """
+    _accumulate(total, gradient, fresh, np.float32(weight))
+
+
+@kernel
+def _sum_of_squares(values: Any) -> float:
+    sums = np.zeros(SQUARES, np.float64)
+    whole = values.size // SQUARES * SQUARES
+    for first in range(0, whole, SQUARES):
+        row = values[first : first + SQUARES]
+        for j in range(SQUARES):
+            x = np.float64(widen(row[j]))
+            sums[j] += x * x
+    for i in range(whole, values.size):
+        x = np.float64(widen(values[i]))
+        sums[i - whole] += x * x
+    return sums.sum()
+
+
+def sum_of_squares(values: Array) -> float:
+    """Sum of the squares of `values` (int16 or int32 [n], bits as for `widen`), in fp64, where each square is exact.
+
+    The order of the additions depends on n only; sums of other divisions of the same numbers differ by 1e-16 relative.
+    """
+    return float(_sum_of_squares(values))
