@@ -1,7 +1,8 @@
 """oomc: a graph compiler for training mixture-of-experts models that do not fit one machine."""
 
 from oomc.compile import compile  # noqa: A004  the name is the API's, as in torch.compile
-from oomc.errors import BudgetError, CaptureError, OomcError, UnsupportedError, VerifyError
+from oomc.errors import BudgetError, CaptureError, CheckpointError, OomcError, UnsupportedError, VerifyError
+from oomc.load import load
 from oomc.plan import Budget, Plan
 from oomc.report import Report
 from oomc.step import Step
@@ -11,6 +12,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "CaptureError",
+    "CheckpointError",
     "OomcError",
     "Plan",
     "Report",
@@ -18,4 +20,5 @@ __all__ = [
     "UnsupportedError",
     "VerifyError",
     "compile",
+    "load",
 ]

@@ -99,6 +99,31 @@ def find_loss(output: Any) -> torch.Tensor | None:
     return loss if isinstance(loss, torch.Tensor) and loss.dim() == 0 else None
 
 
+def is_sum_and_count(returned: Any) -> bool:
+    """Whether a loss function returned a sum over tokens and their number: a pair of 0-dim tensors.
+
+    Raises:
+        CaptureError: the number is none that the graph could hold.
+    """
+    if not isinstance(returned, tuple) or len(returned) != 2 or find_loss(returned) is None:
+        return False
+    count = returned[1]
+    if isinstance(count, int | float | torch.SymInt | torch.SymFloat) or (
+        isinstance(count, torch.Tensor) and count.dim() == 0 and (count.dtype == torch.bool or count.is_complex())
+    ):
+        raise CaptureError(
+            "loss_fn returned (sum, count) with a count that is no int or float tensor of no dimensions; count by "
+            "tensor operations, as in (labels != -100).sum()"
+        )
+    return isinstance(count, torch.Tensor) and count.dim() == 0
+
+
+def mean_and_count(total: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean of what `count` tokens sum up to, 0 for none of them; and the count, through which no gradient flows."""
+    count = count.detach()
+    return total / torch.where(count == 0, 1, count), count
+
+
 class _LossModule(torch.nn.Module):
     """From flat tensors to the loss; this is what is exported."""
 
@@ -108,19 +133,21 @@ class _LossModule(torch.nn.Module):
         self._batch = batch
         self._loss_fn = loss_fn
 
-    def forward(self, *leaves: torch.Tensor) -> torch.Tensor:
+    def forward(self, *leaves: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         kwargs = self._batch.rebuild(dict(zip(self._batch.tensors, leaves, strict=True)))
         output = self._model(**kwargs)
-        if self._loss_fn is None:
-            loss = find_loss(output)
-            where = "the model's output"
-        else:
-            loss = find_loss(self._loss_fn(output, kwargs))
+        where = "the model's output"
+        if self._loss_fn is not None:
+            output = self._loss_fn(output, kwargs)
             where = "what loss_fn returned"
+            if is_sum_and_count(output):
+                return mean_and_count(*output)
+        loss = find_loss(output)
         if loss is None:
             raise CaptureError(
                 f"found no scalar loss in {where} ({type(output).__name__}). Give the model its labels, return the "
-                "loss as `output.loss`, `output['loss']` or the first entry of a tuple, or pass loss_fn(output, batch)"
+                "loss as `output.loss`, `output['loss']` or the first entry of a tuple, or pass loss_fn(output, batch), "
+                "which returns the loss or (sum, count)"
             )
         return loss
 
@@ -237,7 +264,8 @@ def capture(
         model: any module; parameters and buffers may be on any device, meta included. Its own code decides the
             arithmetic (train or eval mode as it is).
         batch: an example; only names, dtypes and shapes are read.
-        loss_fn: `loss_fn(output, batch_dict) -> scalar`, where the model does not compute its own loss.
+        loss_fn: `loss_fn(output, batch_dict) -> scalar`, where the model does not compute its own loss; or
+            `-> (sum, count)`, whose quotient is the loss and whose count the graph then puts out beside it.
         device: the device that the step will compute on.
 
     Raises:

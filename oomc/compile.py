@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from oomc.capture import LossFn
+from oomc.compiler import Options
 from oomc.errors import UnsupportedError
 from oomc.plan import Budget
-from oomc.step import Options, Step
+from oomc.step import Step
 
 
 def compile(  # noqa: A001  the name is the API's, as in torch.compile
@@ -20,6 +21,10 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
     optimizer: torch.optim.Optimizer | None = None,
     example: Mapping[str, Any] | None = None,
     loss_fn: LossFn | None = None,
+    max_grad_norm: float | None = None,
+    on_nonfinite: Literal["skip", "raise"] | None = None,
+    state: Literal["fp32", "bf16", "8bit"] = "fp32",
+    updates: Literal["host", "device"] | None = None,
     device: torch.device | str | None = None,
     backend: str | None = None,
     seed: int = 0,
@@ -37,7 +42,20 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
             that it does not hold are not trained. Its `step` is never called; schedulers work on it as usual.
         example: keyword arguments of one call. With it everything is compiled, and every error raised, now; without
             it, at the first call.
-        loss_fn: `loss_fn(output, batch) -> scalar loss`, for models that do not return a loss.
+        loss_fn: for models that do not return a loss: `loss_fn(output, batch) -> scalar loss`, or `-> (sum, count)`:
+            a sum over tokens and their number, an int or float tensor of no dimensions. The loss is then sum / count
+            (0 if there are none), and accumulated micro-batches weigh by their counts. They do so too where the loss
+            itself shows its count: a mean cross-entropy, or a sum divided by a sum that the batch alone decides, as
+            in `losses.sum() / (labels != -100).sum()`. Otherwise they weigh equally; the report says which.
+        max_grad_norm: clip the norm of the whole gradient to this, as `torch.nn.utils.clip_grad_norm_` does. Updates
+            then run under the next step's forward, and the host holds one gradient of each parameter.
+        on_nonfinite: what to do about a gradient that is not finite: "skip" the step's update, with a warning, or
+            "raise"; both must know the whole gradient before they update, as clipping does. None: where it is known
+            anyway (clipping, `update()`) as "skip", else the update is made with it, as in eager, with a warning.
+        state: of AdamW: "fp32"; "bf16" (moments rounded stochastically, 8 bytes a parameter instead of 12) or "8bit"
+            (block-wise scaled moments, about 6.2 bytes), which change the numbers.
+        updates: who updates parameters whose state lives on the host: the "host" alone, which needs no device memory
+            for it, or the "device" alone, which leaves the host's cores to others; None for both, which is fastest.
         device: where to compute: "cuda", or "cpu" for the CPU stand-in; None for CUDA if there is one.
         backend: "eager" or "inductor" for the worksets; None for eager.
         seed: of dropout, whose masks depend on seed, step and position only.
@@ -52,7 +70,7 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
         BudgetError: the budget cannot work; names the smallest that does.
         CaptureError: the model cannot be traced.
         UnsupportedError: the optimizer, a dtype or an op is not supported.
-        ValueError: a budget that is no size.
+        ValueError: a budget that is no size, or an option that there is not.
     """
     if optimizer is None:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
@@ -63,8 +81,21 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
         raise UnsupportedError("device cuda: torch finds no GPU here; device='cpu' computes on the CPU stand-in")
     if chosen == torch.device("cuda"):
         chosen = torch.device("cuda", torch.cuda.current_device())
-    options = Options(budget or Budget(), chosen, backend or "eager", loss_fn, seed, verify, chaos, synchronous)
+    _check_choice("on_nonfinite", on_nonfinite, (None, "skip", "raise"))
+    _check_choice("state", state, ("fp32", "bf16", "8bit"))
+    _check_choice("updates", updates, (None, "host", "device"))
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm={max_grad_norm} is no norm to clip to; it must be above 0, or None")
+    options = Options(
+        budget or Budget(), chosen, backend or "eager", loss_fn, max_grad_norm, on_nonfinite, state, updates or "both",
+        seed, verify, chaos, synchronous,
+    )  # fmt: skip
     step = Step(model, optimizer, options)
     if example is not None:
         step.prepare(**example)
     return step
+
+
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not known; there are {', '.join(repr(c) for c in choices)}")

@@ -16,6 +16,10 @@ class UnsupportedError(OomcError):
     """The model, optimizer or option is understood but cannot be honoured; the message lists what can."""
 
 
+class CheckpointError(OomcError):
+    """Saved weights are damaged, or are not those of the model; the message names files and keys."""
+
+
 class VerifyError(OomcError):
     """A graph breaks an invariant of its stage; the message shows the offending lines."""
 

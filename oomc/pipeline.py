@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import fx
 
+from oomc import steps
 from oomc.errors import BudgetError
 from oomc.passes.assemble import Assemble
 from oomc.passes.canonicalize import Canonicalize
-from oomc.passes.choose_residency import CANDIDATES, Candidate, ChooseResidency
+from oomc.passes.choose_residency import CANDIDATES, DEFAULT, Candidate, ChooseResidency
 from oomc.passes.differentiate import Differentiate
 from oomc.passes.insert_chunks import InsertChunks
 from oomc.passes.insert_offload import InsertOffload
@@ -24,7 +26,7 @@ from oomc.passes.partition_worksets import PartitionWorksets
 from oomc.passes.rewrite_attention import RewriteAttention
 from oomc.passes.rewrite_experts import RewriteExperts
 from oomc.passes.schedule import Schedule
-from oomc.plan import Budget, Plan, bytes_table, format_bytes
+from oomc.plan import Budget, Plan, Updates, bytes_table, format_bytes
 from oomc.program import Pass, Program
 from oomc.simulate import Profiler, Projection, project
 
@@ -49,8 +51,7 @@ def step_passes(choose: ChooseResidency) -> tuple[Pass, ...]:
 
 def chosen(plan: Plan) -> ChooseResidency:
     """The choice that made a plan."""
-    tokens = max((b * s for b, s in plan.chunks.values()), default=CANDIDATES[0].tokens)
-    return ChooseResidency(plan.sizes, plan.budget, Candidate(tokens, plan.prefetch, plan.retire_late), plan.accumulate)
+    return ChooseResidency(plan.sizes, given=replace(plan, slots=()))
 
 
 def run_passes(
@@ -88,24 +89,59 @@ def with_plan(bare: Program, choose: ChooseResidency, observe: Observer | None =
 
 def plan_step(
     bare: Program, profiler: Profiler, sizes: tuple[int, int], allowed: int | None, budget: Budget,
-    *, accumulate: bool = False, candidates: Sequence[Candidate] = CANDIDATES, verify: bool = False,
+    *, accumulate: bool = False, updates: Updates = DEFAULT, resident: Collection[str] = (),
+    candidates: Sequence[Candidate] = CANDIDATES, verify: bool = False,
 ) -> tuple[Program, Projection]:  # fmt: skip
     """The first candidate plan whose projected device peak is within `allowed` bytes, and its scheduled program.
+
+    What is left over goes to slabs of `resident`, the largest first, and then to gradients that wait on the device.
 
     Raises:
         BudgetError: none is; names the smallest budget that would do.
     """
+
+    def scheduled(candidate: Candidate) -> tuple[Program, Projection]:
+        choose = ChooseResidency(sizes, budget, candidate, accumulate, updates)
+        program = with_plan(bare, choose, verify=verify)
+        return program, project(program, profiler)
+
     least: tuple[Program, Projection] | None = None
     for candidate in candidates:
-        choose = ChooseResidency(sizes, budget, candidate, accumulate)
-        program = with_plan(bare, choose, verify=verify)
-        projection = project(program, profiler)
-        if allowed is None or projection.peak <= allowed:
-            return program, projection
-        if least is None or projection.peak < least[1].peak:
-            least = program, projection
+        made = scheduled(candidate)
+        if allowed is None or made[1].peak <= allowed:
+            for better in _larger(bare, candidate, made[1], allowed, updates, accumulate, resident):
+                tried = scheduled(better)
+                if allowed is None or tried[1].peak <= allowed:
+                    return tried
+            return made
+        if least is None or made[1].peak < least[1].peak:
+            least = made
     assert least is not None and allowed is not None
     raise BudgetError(explain_shortage(*least, allowed, sizes), smallest_device=least[1].peak)
+
+
+def _larger(
+    bare: Program, candidate: Candidate, projection: Projection, allowed: int | None, updates: Updates,
+    accumulate: bool, resident: Collection[str],
+) -> Iterator[Candidate]:  # fmt: skip
+    """Candidates that take more memory than one that fits, best first."""
+    if candidate.hold == 0:
+        return
+    left = math.inf if allowed is None else allowed - projection.peak
+    chosen: list[str] = []
+    for slab in sorted(bare.slabs, key=lambda s: -s.layout.weight_bytes):
+        need = updates.resident_bytes(slab, accumulate)
+        if slab.name in resident and need <= left:
+            chosen.append(slab.name)
+            left -= need
+    holds = [1] if accumulate else [len(bare.blocks), 4, 2, 1]
+    while True:
+        for hold in holds:
+            if chosen or hold > candidate.hold:
+                yield replace(candidate, hold=hold, resident=tuple(chosen))
+        if not chosen:
+            return
+        chosen.pop()
 
 
 def explain_shortage(program: Program, projection: Projection, allowed: int, sizes: tuple[int, int]) -> str:
@@ -123,6 +159,13 @@ def explain_shortage(program: Program, projection: Projection, allowed: int, siz
         f"The smallest device budget that works for this batch is {projection.peak} bytes "
         f"({format_bytes(projection.peak)}). Raise the budget, or make the batch or the sequence smaller"
     )
+
+
+def carried(program: Program) -> frozenset[str]:
+    """Slabs whose gradients of the step before a scheduled step retires."""
+    assert program.step is not None
+    nodes = program.step.graph.find_nodes(op="call_function", target=steps.retire_carried)
+    return frozenset(str(node.args[1]) for node in nodes)
 
 
 def lower(program: Program, backend: str) -> Program:

@@ -9,6 +9,10 @@ from typing import Literal
 
 from tabulate import tabulate
 
+from oomc.runtime.layout import StateArray
+from oomc.runtime.updates import STAGES, Staging, Where
+from oomc.worksets import Slab
+
 Residency = Literal["keep", "recompute"]
 UNITS = {"": 1, "b": 1} | {
     f"{letter}{kind}": base**power
@@ -72,6 +76,36 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class Updates:
+    """What a plan must know of the optimizer.
+
+    Attributes:
+        arrays: its state.
+        chunk_bytes: gradient bytes of a chunk of an update.
+        keep: the norm of the whole gradient must be known before anything is updated.
+        where: who may update slabs on the host.
+    """
+
+    arrays: tuple[StateArray, ...] = (StateArray("m"), StateArray("v"))
+    chunk_bytes: int = 8 << 20
+    keep: bool = False
+    where: Where = "host"
+
+    def staging_bytes(self, where: Where) -> int:
+        """Device bytes that pass state through the device."""
+        return 0 if where == "host" else STAGES * Staging.nbytes(self.arrays, self.chunk_bytes)
+
+    def resident_bytes(self, slab: Slab, accumulate: bool) -> int:
+        """Device bytes of a slab that lives there with its state, each piece rounded up as the allocator does."""
+        layout = slab.layout
+        pieces = [layout.weight_bytes, 2 * layout.bf16.elements]
+        pieces += [a.dtype.itemsize * a.elements(layout.state_elements) for a in self.arrays]
+        if accumulate or len(slab.users) > 1:
+            pieces.append(layout.gradient_bytes(wide=True))
+        return sum(-(-piece // 512) * 512 for piece in pieces)
+
+
+@dataclass(frozen=True)
 class Plan:
     """All decisions; choosers write it, inserters and the runtime read it.
 
@@ -80,8 +114,13 @@ class Plan:
         residency: for each value that the backward needs: keep it on the device or recompute it.
         chunks: for each chunked workset, its (batch, sequence) rectangle.
         prefetch: how many slabs are fetched ahead of the one in use.
-        retire_late: whether a block's gradients leave the device under the next block's backward, instead of before.
-        accumulate: gradients are summed on the host and not applied (a micro-batch of a larger step).
+        hold: how many blocks' gradients may be on the device beside those of the block that computes; those of the
+            last ones stay until their updates have read them, under the next step's forward.
+        accumulate: gradients are summed and not applied (a micro-batch of a larger step).
+        keep: all gradients are kept until their norm is known, and then applied.
+        resident: slabs that live on the device with their state.
+        where: who updates the others.
+        update_bytes: device bytes of resident slabs and of what updates on the device need.
         slots: bytes of each device slot for weights, from schedule.
         budget: what the plan was made for.
     """
@@ -90,8 +129,12 @@ class Plan:
     residency: dict[str, Residency] = field(default_factory=dict)
     chunks: dict[str, tuple[int, int]] = field(default_factory=dict)
     prefetch: int = 1
-    retire_late: bool = True
+    hold: int = 1
     accumulate: bool = False
+    keep: bool = False
+    resident: tuple[str, ...] = ()
+    where: Where = "host"
+    update_bytes: int = 0
     slots: tuple[int, ...] = ()
     budget: Budget = Budget()
 
@@ -99,8 +142,11 @@ class Plan:
         """One line for reports."""
         chunks = ", ".join(f"{name} in {b}x{s}" for name, (b, s) in self.chunks.items()) or "none"
         recomputed = sum(r == "recompute" for r in self.residency.values())
+        where = {"host": "host", "device": "device", "both": "host and device"}[self.where]
+        state = f"state of {', '.join(self.resident)} on device, of the rest" if self.resident else "state"
         return (
-            f"batch {self.sizes[0]} x {self.sizes[1]}; state on host; {recomputed} values recomputed, "
-            f"{len(self.residency) - recomputed} kept; chunks: {chunks}; prefetch {self.prefetch}; gradients leave "
-            f"{'under the next block' if self.retire_late else 'before the next block'}"
+            f"batch {self.sizes[0]} x {self.sizes[1]}; {state} on host, updated by {where}"
+            f"{' once the norm is known' if self.keep else ''}; {recomputed} values recomputed, "
+            f"{len(self.residency) - recomputed} kept; chunks: {chunks}; prefetch {self.prefetch}; gradients of "
+            f"{self.hold} blocks held"
         )

@@ -14,8 +14,10 @@ from oomc.extract import describe
 from oomc.program import Program
 from oomc.simulate import nbytes
 
-TIERS = {steps.weights: "host", steps.fetch: "device", steps.wait: "device", steps.offload: "host",
-         steps.update: "host"}  # fmt: skip
+TIERS = {
+    steps.weights: "host", steps.device_weights: "device", steps.fetch: "device", steps.wait: "device",
+    steps.offload: "host", steps.update: "host", steps.apply: "host",
+}  # fmt: skip
 
 
 def print_program(program: Program) -> str:
@@ -113,7 +115,7 @@ def print_step(program: Program) -> str:
 
 
 def _bytes(program: Program, node: fx.Node) -> Any:
-    if node.target in (steps.fetch, steps.weights):
+    if node.target in (steps.fetch, steps.weights, steps.device_weights):
         return next(s.layout.weight_bytes for s in program.slabs if s.name == node.args[1])
     val = meta.value(node)
     symbols = program.notes["symbols"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -38,7 +38,8 @@ class Program:
 
     Attributes:
         forward: the forward graph. One placeholder for each entry of `inputs`, in order; its output is the tuple
-            `(loss,)`. `node.meta["val"]` holds fake tensors whose batch and sequence sizes are symbols.
+            `(loss,)` or `(loss, count)`. `node.meta["val"]` holds fake tensors whose batch and sequence sizes are
+            symbols.
         inputs: what the placeholders stand for.
         constants: the tensors of `kind="constant"` inputs, by target.
         device: the device that the step computes on.
@@ -64,6 +65,25 @@ class Program:
     def graph(self) -> fx.Graph:
         """The graph of the current stage: the step graph once there is one, else the forward graph."""
         return self.forward.graph if self.step is None else self.step.graph
+
+    @property
+    def loss(self) -> fx.Node:
+        """The forward graph's loss."""
+        return self._outputs()[0]
+
+    @property
+    def count(self) -> fx.Node | None:
+        """The forward graph's number of valid labels, an int or float of no dimensions: the loss is the mean over them.
+
+        None where the loss has no such count, or several; micro-batches then weigh equally. Known from canonicalize on.
+        """
+        outputs = self._outputs()
+        return outputs[1] if len(outputs) > 1 else None
+
+    def _outputs(self) -> Sequence[fx.Node]:
+        (output,) = self.forward.graph.find_nodes(op="output")
+        outputs: Sequence[fx.Node] = output.args[0]
+        return outputs
 
 
 @dataclass(frozen=True)

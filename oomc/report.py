@@ -15,7 +15,7 @@ from oomc.program import Program
 from oomc.simulate import Projection
 
 if TYPE_CHECKING:
-    from oomc.step import Options
+    from oomc.compiler import Options
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Report:
         assert program.plan is not None
         sections = {
             "model": _model(program),
+            "loss": _loss(program),
             "plan": program.plan.describe(),
             "device memory": _device(program, projection, metrics, options),
             "host memory": _host(host, program, options),
@@ -110,6 +111,20 @@ def _model(program: Program) -> str:
         f"{len(program.blocks)} blocks, {sum(len(b.worksets) for b in program.blocks)} worksets; "
         f"the {len(layers)} layers have {shapes} compiled form{'s' * (shapes != 1)}; {len(program.forms)} forms in all"
     )
+
+
+def _loss(program: Program) -> str:
+    auxiliary = program.notes["auxiliary"]
+    if auxiliary is None:
+        router = "auxiliary loss: not known, the loss is a sum and none of its terms is a cross-entropy"
+    elif auxiliary:
+        router = f"auxiliary loss: on, beside the labels' there is {' and '.join(f'`{line}`' for line in auxiliary)}"
+    else:
+        router = "auxiliary loss: off, the loss has no term beside the labels'"
+    weighting = "equally: no count of valid labels was found in the loss"
+    if program.count is not None:
+        weighting = "by their valid labels"
+    return f"accumulation: micro-batches weigh {weighting}\n{router}"
 
 
 def _device(program: Program, projection: Projection, metrics: dict[str, Any], options: Options) -> str:

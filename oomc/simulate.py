@@ -181,15 +181,30 @@ class _Walk:
         self.specs: dict[fx.Node, Spec] = {}
         self.outputs: dict[fx.Node, tuple[Output | None, ...]] = {}
         self.holders: dict[Any, int] = {}
+        self.carried = {str(n.args[1]) for n in self.graph.nodes if n.target is steps.retire_carried}
 
     def run(self) -> Projection:
-        fixed = sum(self.plan.slots) + self._resident_bytes()
+        self._walk({})
+        carried: dict[str, int] = {}
+        for node in self.graph.nodes:
+            if node.target is steps.offload and node.args[1] in self.carried:
+                storages = {s for grad in node.args[3] for s in self.storages.get(grad, ())}
+                carried[node.args[1]] = carried.get(node.args[1], 0) + sum(self.bytes[s] for s in storages)
+        # gradients that are carried into the next step are there when it begins
+        return self._walk(carried)
+
+    def _walk(self, carried: dict[str, int]) -> Projection:
+        self.holders.clear()
+        fixed = sum(self.plan.slots) + self._resident_bytes() + self.plan.update_bytes
         last_use = self._last_uses()
-        live_bytes, peak, at = 0, fixed, "start"
+        live_bytes = sum(carried.values())
+        peak, at = fixed + live_bytes, "start"
         live: dict[str, int] = {}
         during: dict[str, int] = {}
         for node in self.graph.nodes:
             transient = self._execute(node)
+            if node.target is steps.retire_carried:
+                live_bytes -= carried.get(str(node.args[1]), 0)
             for storage in self.storages.get(node, ()):
                 if self.holders.get(storage, 0) == 0:
                     live_bytes += self.bytes[storage]
@@ -222,7 +237,9 @@ class _Walk:
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
         """For each node, the values that die with it. Offloaded gradients live until their copy is retired."""
         position = {n: i for i, n in enumerate(self.graph.nodes)}
+        (output,) = self.graph.find_nodes(op="output")
         retired = {n.args[1]: n for n in self.graph.nodes if n.target is steps.retire}
+        retired |= {n: output for n in self.graph.nodes if n.target is steps.offload and n.args[1] in self.carried}
         dead: dict[fx.Node, list[fx.Node]] = {}
         for node in self.graph.nodes:
             ends = [retired.get(u, u) for u in node.users]

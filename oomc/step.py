@@ -3,76 +3,38 @@
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from oomc import meta, pipeline, private
-from oomc.capture import Batch, LossFn, capture
-from oomc.errors import BudgetError, OomcError, UnsupportedError
-from oomc.limits import device_memory, host_memory
+from oomc import pipeline, private
+from oomc.capture import Batch
+from oomc.compiler import Compiler, Options, Scheduled
+from oomc.errors import OomcError
+from oomc.limits import device_memory
 from oomc.optimizers import groups_of, rule_of
-from oomc.pipeline import Observer
-from oomc.plan import Budget, Plan, bytes_table, format_bytes
+from oomc.plan import Plan
 from oomc.program import Program
 from oomc.report import Report
 from oomc.runtime.chaos import Adversary
+from oomc.runtime.gradients import Clipping
 from oomc.runtime.meter import Meter, cuda_usage, host_bytes
-from oomc.runtime.slabs import HostSlab
 from oomc.runtime.step import StepRuntime
-from oomc.simulate import Profiler, Projection
-
-RING_LIMIT = 3 << 30
-CHUNK_ELEMENTS = 4 << 20
-CUDA_WORKSPACE = 192 << 20
-"""Bytes outside the step's own tensors that CUDA libraries (cuBLAS, cuDNN) may take during a step."""
-FRAGMENTATION = 0.12
-"""What the CUDA allocator reserves beyond what is allocated, as a share; 0.09 was measured (docs/RESULTS.md)."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a step is compiled and run; see `oomc.compile`."""
-
-    budget: Budget
-    device: torch.device
-    backend: str
-    loss_fn: LossFn | None = None
-    seed: int = 0
-    verify: bool = False
-    chaos: int | None = None
-    synchronous: bool = False
-
-
-@dataclass
-class Scheduled:
-    """A plan for one batch shape, with what runs it."""
-
-    program: Program
-    projection: Projection
-
-
-@dataclass
-class Trace:
-    """One trace of the model: its bare step graph, and the plans made from it."""
-
-    bare: Program
-    batch: Batch
-    profiler: Profiler
-    plans: dict[tuple[tuple[int, int], bool], Scheduled] = field(default_factory=dict)
+from oomc.runtime.updates import StepCounts
+from oomc.state import State
 
 
 class Step:
     """One training step of a model under a budget: forward, backward and update. Made by `oomc.compile`.
 
     Attributes:
-        model: the user's model; its parameters alias the step's host memory and are always current after
-            `synchronize()` (which `state_dict`, `evaluate` and friends call through a hook on the model).
+        model: the user's model; its parameters alias the step's memory and are always current after `synchronize()`
+            (which `state_dict`, `evaluate` and friends call through a hook on the model).
         optimizer: the user's optimizer. Its param_groups are read at each update.
     """
 
@@ -83,18 +45,21 @@ class Step:
         self._rule = rule_of(optimizer)
         self._groups = groups_of(optimizer, model)
         private.replace_step(optimizer, _refuse_optimizer_step)
-        self._traces: dict[tuple[Any, ...], Trace] = {}
+        self._compiler = Compiler(model, self._groups, options)
+        self._state = State(
+            model, options.device, options.budget.host, self._rule.arrays, options.where, options.keep
+        )  # fmt: skip
         self._runtime: StepRuntime | None = None
-        self._slabs: list[HostSlab] = []
         self._current: Scheduled | None = None
         self._meter = Meter() if options.device.type == "cpu" else None
         self._host_start = host_bytes()
         self._last: dict[str, Any] = {}
         self._loss: torch.Tensor | None = None
-        self._pending_batches = 0
+        self._window: list[StepCounts] = []
+        self._unchecked: list[StepCounts] = []
         self._steps = 0
+        self._skipped = 0
         self._broken = False
-        self._accumulates = False
 
     # -- compiling ------------------------------------------------------------------------------------------------
 
@@ -104,161 +69,63 @@ class Step:
         return self._prepare(batch, accumulate=False)
 
     def _prepare(self, batch: Batch, accumulate: bool) -> Scheduled:
-        trace = self._trace(batch)
-        sizes = self._sizes(trace.bare, batch)
-        if accumulate and not self._accumulates:
-            self._accumulates = True
-            self._check_host(trace.bare)
-        if (sizes, accumulate) not in trace.plans:
-            trace.plans[sizes, accumulate] = self._plan(trace, sizes, accumulate)
-        scheduled = trace.plans[sizes, accumulate]
-        if self._runtime is None:
+        bare = self._compiler.trace(batch).bare
+        state, taken = self._state, self._runtime is not None
+        updates = state.size_updates(bare)
+        first = accumulate and not state.accumulates
+        state.accumulates |= accumulate
+        allowed = state.resident if taken else self._may_be_resident(bare)
+        try:
+            scheduled = self._compiler.plan(batch, updates, allowed, taken, accumulate)
+            assert scheduled.program.plan is not None
+            if first:
+                state.check_host(bare, scheduled.program.plan.resident)
             self._take_memory(scheduled.program)
+        except BaseException:
+            state.accumulates &= not first
+            raise
         self._current = scheduled
         return scheduled
 
-    def _trace(self, batch: Batch) -> Trace:
-        key = batch.key()
-        if key not in self._traces:
-            if self._traces:
-                raise UnsupportedError(_difference(next(iter(self._traces)), key))
-            bare = self._capture(batch)
-            self._traces[key] = Trace(bare, batch.shapes_only(), Profiler(bare))
-        return self._traces[key]
-
-    def _capture(self, batch: Batch, observe: Observer | None = None) -> Program:
-        options = self._options
-        program = capture(self.model, batch, loss_fn=options.loss_fn, device=options.device)
-        held = set(self._groups)
-        program.inputs = [
-            replace(s, trainable=s.trainable and s.target in held) if s.kind == "parameter" else s
-            for s in program.inputs
-        ]
-        if observe is not None:
-            observe("capture", program)
-        return pipeline.run_passes(program, pipeline.MODEL_PASSES, observe, options.verify)
-
-    @staticmethod
-    def _sizes(program: Program, batch: Batch) -> tuple[int, int]:
-        """The batch and sequence size of a batch."""
-        symbols = program.notes["symbols"]
-        sizes: dict[Any, int] = {}
-        tensors = [n for n, s in zip(program.forward.graph.find_nodes(op="placeholder"), program.inputs, strict=True)
-                   if s.kind == "input"]  # fmt: skip
-        for node, real in zip(tensors, batch.tensors.values(), strict=True):
-            val = meta.tensor(node)
-            assert val is not None
-            for size, actual in zip(val.shape, real.shape, strict=True):
-                expr = private.expression(size)
-                if expr in (symbols.batch, symbols.sequence):
-                    if sizes.setdefault(expr, actual) != actual:
-                        raise UnsupportedError(
-                            f"input {node.name} has a dimension of {actual} where another input has {sizes[expr]}; "
-                            "they are one size, the batch's or the sequence's, in the trace"
-                        )
-                elif isinstance(expr, int) and expr != actual:
-                    raise UnsupportedError(
-                        f"input {node.name} has a dimension of {actual} where the step was compiled for {expr}; only "
-                        "the batch and the sequence size may change between calls"
-                    )
-        for symbol, what, (least, most) in zip(
-            (symbols.batch, symbols.sequence), ("batch", "sequence"), program.notes["bounds"], strict=True
-        ):
-            size = sizes.get(symbol, least)
-            if size < least or (most is not None and size > most):
-                raise UnsupportedError(
-                    f"a {what} of {size} is outside of what the model's code allows: {least} to {most or 'any size'}"
-                )
-        for condition in program.notes["conditions"]:
-            if hasattr(condition, "subs") and condition.subs(sizes) == False:  # noqa: E712  sympy's own false
-                names = {symbols.batch: "batch", symbols.sequence: "sequence"}
-                raise UnsupportedError(f"the model's code needs {condition.subs(names)}, which {sizes} breaks")
-        return sizes[symbols.batch], sizes.get(symbols.sequence, 1)
-
-    def _plan(self, trace: Trace, sizes: tuple[int, int], accumulate: bool) -> Scheduled:
-        options = self._options
-        program, projection = pipeline.plan_step(
-            trace.bare, trace.profiler, sizes, self._device_allowed(), options.budget,
-            accumulate=accumulate, verify=options.verify,
-        )  # fmt: skip
-        trace.bare.compiled = program.compiled = trace.bare.compiled
-        program = pipeline.lower(program, options.backend)
-        return Scheduled(program, projection)
-
-    def _device_allowed(self) -> int:
-        """Device bytes for the step's own tensors."""
-        options = self._options
-        budget = options.budget.device or device_memory(options.device)
-        if options.device.type == "cuda":
-            private.use_expandable_segments()
-            torch.zeros(1, device=options.device)
-            own = budget - cuda_usage(options.device).outside - CUDA_WORKSPACE
-            return int(own / (1 + FRAGMENTATION))
-        return budget
+    def _may_be_resident(self, bare: Program) -> frozenset[str]:
+        """Slabs that may live on the device: all, but for a stand-in whose memory is the host's, without a budget."""
+        if self._options.device.type == "cpu" and self._options.budget.device is None:
+            return frozenset()
+        return frozenset(slab.name for slab in bare.slabs)
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
-    def _host_needed(self, program: Program) -> tuple[dict[str, int], int]:
-        """Host bytes by purpose, and the size of the gradient ring."""
-        layouts = [s.layout for s in program.slabs]
-        largest = max((4 * lay.fp32.elements + 2 * lay.bf16.elements for lay in layouts), default=0)
-        ring = min(max(2 * largest, 1 << 16), RING_LIMIT)
-        summed = [s.layout for s in program.slabs if len(s.users) > 1 or self._accumulates]
-        return {
-            "working weights": sum(lay.weight_bytes for lay in layouts),
-            "optimizer state and exact masters": sum(lay.state_bytes(self._rule.arrays) for lay in layouts),
-            "gradient sums": sum(lay.accumulator_bytes for lay in summed),
-            "gradients in flight": ring,
-        }, ring
-
-    def _check_host(self, program: Program) -> int:
-        """Refuse a host budget that cannot work; the size of the gradient ring."""
-        needed, ring = self._host_needed(program)
-        allowed = self._options.budget.host or host_memory()
-        total = sum(needed.values())
-        if total > allowed:
-            rows = [*needed.items(), ("needed", total), ("allowed", allowed)]
-            raise BudgetError(
-                f"the model does not fit the host budget:\n{bytes_table(rows)}\n"
-                f"The smallest host budget that works is {total} bytes ({format_bytes(total)})",
-                smallest_host=total,
-            )
-        return ring
-
     def _take_memory(self, program: Program) -> None:
-        """Check the host budget, then move the model's weights into slabs, block by block."""
-        options = self._options
-        ring = self._check_host(program)
-        params = dict(self.model.named_parameters())
-        empty = [n for s in program.slabs for n in s.params if params[n].device.type == "meta"]
-        if empty:
-            raise UnsupportedError(
-                f"{len(empty)} parameters are on the meta device and have no values ({empty[0]}, ...); load the "
-                "weights before compiling (from_pretrained, or to_empty and initialise)"
-            )
-        for slab in program.slabs:
-            host = HostSlab(slab.layout, pin=options.device.type == "cuda")
-            for name in slab.params:
-                host.load(name, params[name])
-                params[name].data = host.param(name)
-            self._slabs.append(host)
-        self._limit_device()
-        buffers = dict(self.model.named_buffers())
-        residents = {s.target: buffers[s.target] for s in program.inputs if s.kind == "buffer"} | program.constants
+        """Move the weights into slabs at the first plan; later ones may want fewer of them on the device."""
         assert program.plan is not None
         context: AbstractContextManager[Any] = self._meter or nullcontext()
         with context:
-            self._runtime = StepRuntime(
-                options.device, self._slabs, program.plan.slots, self._rule, self._groups,
-                ring_bytes=ring, chunk_elems=min(CHUNK_ELEMENTS, max(256, ring // 8)),
-                adversary=None if options.chaos is None else Adversary(options.chaos),
-                synchronous=options.synchronous,
-                forms=program.forms, compiled=program.compiled, residents=residents, seed=options.seed,
-            )  # fmt: skip
+            if self._runtime is None:
+                self._state.take(program, program.plan.resident)
+                self._runtime = self._make_runtime(program)
+                weakref.finalize(self, StepRuntime.close, self._runtime)
+            elif self._state.resident != frozenset(program.plan.resident):
+                self._runtime.drain()
+                self._runtime.retire_all()
+                self._state.move(program, program.plan.resident)
+                self._runtime.replace_slabs(self._state.slabs)
+
+    def _make_runtime(self, program: Program) -> StepRuntime:
+        options, plan = self._options, program.plan
+        assert plan is not None
+        self._limit_device()
+        buffers = dict(self.model.named_buffers())
+        residents = {s.target: buffers[s.target] for s in program.inputs if s.kind == "buffer"} | program.constants
+        runtime = StepRuntime(
+            options.device, self._state.slabs, plan.slots, self._rule, self._groups,
+            ring_bytes=self._state.ring_bytes, chunk_elems=self._state.chunk_elements, where=plan.where,
+            adversary=None if options.chaos is None else Adversary(options.chaos), synchronous=options.synchronous,
+            forms=program.forms, compiled=program.compiled, residents=residents, seed=options.seed,
+        )  # fmt: skip
         if self._meter is not None:
-            self._meter.track(*self._runtime.residents)
-        weakref.finalize(self, StepRuntime.close, self._runtime)
+            self._meter.track(*runtime.residents)
         self._hook_model()
+        return runtime
 
     def _limit_device(self) -> None:
         """Let the allocator fail rather than exceed the device budget."""
@@ -291,62 +158,44 @@ class Step:
 
         Raises:
             BudgetError, CaptureError, UnsupportedError: at the first call for a batch shape, before anything changes.
+            OomcError: with `on_nonfinite="raise"`, the gradient is not finite; nothing was updated.
         """
         return self._run(args, kwargs, accumulate=False)
 
     def forward_backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Add a micro-batch's gradients to those held on the host in fp32; `update()` applies them."""
-        loss = self._run(args, kwargs, accumulate=True)
-        self._pending_batches += 1
-        return loss
+        """Add a micro-batch's gradients to those kept in fp32; `update()` applies them. Returns its loss."""
+        return self._run(args, kwargs, accumulate=True)
 
     def update(self) -> None:
-        """Update with the mean of the accumulated micro-batches' gradients.
+        """Update with the accumulated gradients: their mean over the valid labels of all micro-batches.
+
+        Where the loss shows no count of valid labels, micro-batches weigh equally (`report()` says which).
 
         Raises:
-            OomcError: nothing was accumulated.
+            OomcError: nothing was accumulated; or with `on_nonfinite="raise"`, the gradient is not finite, and nothing
+                was updated.
         """
-        if self._runtime is None or not self._pending_batches:
+        self._refuse_broken()
+        if self._runtime is None or not self._window:
             raise OomcError("update() without forward_backward(): there are no gradients to apply")
-        self._runtime.begin_step([self._rule.hyper(g) for g in self.optimizer.param_groups])
-        for slab in self._slabs:
-            if slab.accumulated:
-                self._runtime.update_accumulated(slab.name, 1.0 / self._pending_batches)
-        self._runtime.end_step()
-        self._pending_batches = 0
-        self._count_step()
-
-    def _count_step(self) -> None:
-        self._steps += 1
-        private.mark_stepped(self.optimizer)
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """The sums of the micro-batches' gradients since the last update: fp32, by parameter name, as copies."""
-        self.synchronize()
-        return {
-            name: slab.accumulator[start:stop].view(slab.layout.place(name).spec.shape).clone()
-            for slab in self._slabs
-            if slab.accumulator is not None
-            for name, (start, stop) in slab.layout.gradient_ranges.items()
-            if name in slab.accumulated
-        }
+        window, self._window = tuple(self._window), []
+        self._runtime.begin_step(self._hypers())
+        self._runtime.apply_kept(Clipping(self._options.max_grad_norm, window))
+        counts = self._runtime.end_step()
+        self._last["update"] = counts
+        self._finish(counts, kept=True)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], accumulate: bool) -> torch.Tensor:
-        if self._broken:
-            raise OomcError(
-                "an earlier step failed after it had updated some of the parameters and not others; load a checkpoint "
-                "into the model and compile it again"
-            )
+        self._refuse_broken()
+        self._check_counts()
         batch = Batch.bind(self.model, args, kwargs)
         begun = time.perf_counter()
         scheduled = self._prepare(batch, accumulate)
-        if not accumulate and self._pending_batches:
+        if not accumulate and self._window:
             raise OomcError("a step while accumulated gradients wait; call update() first")
         runtime, program = self._runtime, scheduled.program
         assert runtime is not None and program.step is not None and program.plan is not None
-        runtime.set_slots(program.plan.slots)
         device = self._options.device
-        hypers = [self._rule.hyper(g) for g in self.optimizer.param_groups]
         inputs = [t.to(device, non_blocking=True) for t in batch.tensors.values()]
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -355,21 +204,80 @@ class Step:
             self._meter.track(*inputs)
             self._meter.reset_peak()
         with torch.no_grad(), meter:
-            runtime.begin_step(hypers)
             try:
+                runtime.begin(program.plan, self._hypers(), self._options.max_grad_norm, scheduled.carried)
                 loss = program.step(runtime, *inputs)
             except BaseException:
-                self._broken = runtime.abort(accumulate)
+                self._broken = runtime.abort(earlier=bool(self._window))
                 raise
             counts = runtime.end_step()
-        if not accumulate:
-            self._count_step()
         self._loss = loss
         tokens = program.plan.sizes[0] * program.plan.sizes[1]
         self._last = {"tokens": tokens, "step_s": time.perf_counter() - begun, "counts": counts,
                       "device_peak": self._device_peak()}  # fmt: skip
         loss.backward = _already_done
+        if accumulate:
+            self._window.append(counts)
+        else:
+            self._finish(counts, kept=program.plan.keep)
         return loss
+
+    def _hypers(self) -> list[Any]:
+        return [self._rule.hyper(group) for group in self.optimizer.param_groups]
+
+    def _finish(self, counts: StepCounts, kept: bool) -> None:
+        """Count a step whose updates are under way."""
+        self._steps += 1
+        private.mark_stepped(self.optimizer)
+        self._unchecked.append(counts)
+        if kept and self._options.on_nonfinite == "raise":
+            counts.decided.wait()
+            if "not finite" in counts.skipped:
+                self._unchecked.remove(counts)
+                self._skipped += 1
+                raise OomcError(
+                    f"step {self._steps}: {counts.skipped}; nothing was updated, and the next step works as usual"
+                )
+
+    def _check_counts(self) -> None:
+        """Warn of gradients that were not finite; a step is looked at until the one after the next begins."""
+        left = []
+        for index, counts in enumerate(self._unchecked):
+            if counts.skipped:
+                self._skipped += 1
+            if "not finite" in counts.skipped:
+                warnings.warn(f"{counts.skipped}: nothing was updated in this step", stacklevel=4)
+            elif counts.nonfinite:
+                warnings.warn(
+                    f"{counts.nonfinite} elements of a gradient were not finite, and were applied as in eager PyTorch; "
+                    'oomc.compile(on_nonfinite="skip") leaves such steps out',
+                    stacklevel=4,
+                )
+            elif not counts.skipped and index == len(self._unchecked) - 1:
+                left.append(counts)
+        self._unchecked = left
+
+    def _refuse_broken(self) -> None:
+        if self._broken:
+            raise OomcError(
+                "an earlier step failed after it had updated some of the parameters and not others; go back to a "
+                "checkpoint with step.load(directory)"
+            )
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients accumulated since the last update, as fp32 copies by parameter name.
+
+        Each micro-batch's gradient is multiplied by its number of valid labels, where the loss shows it: this is the
+        gradient of the summed loss of the window.
+        """
+        self.synchronize()
+        return {
+            name: slab.kept.tensor(start, stop).view(slab.layout.place(name).spec.shape).float().clone()
+            for slab in self._state.slabs
+            if slab.kept is not None
+            for name, (start, stop) in slab.layout.gradient_ranges.items()
+            if name in slab.kept.names
+        }
 
     def _device_peak(self) -> int:
         if self._meter is not None:
@@ -384,7 +292,8 @@ class Step:
     def close(self) -> None:
         """Finish updates, and give the device memory, the threads and the optimizer state back."""
         if self._runtime is not None:
-            self.synchronize()
+            if not self._broken:
+                self.synchronize()
             self._runtime.close()
             if self._options.device.type == "cuda":
                 torch.cuda.set_per_process_memory_fraction(1.0, self._options.device)
@@ -395,38 +304,46 @@ class Step:
     def metrics(self) -> dict[str, Any]:
         """Figures of the last step.
 
-        loss, tokens, tokens_per_s, step_s (host seconds of the call, updates excluded), device_peak and
-        device_projected (bytes), host_peak (bytes beyond what the process held before compiling), h2d_bytes,
-        d2h_bytes, nonfinite (gradient elements), steps, traces, plans, compilations.
+        loss, tokens, valid_tokens (labels that count; None if unknown), tokens_per_s, step_s (host seconds of the call,
+        updates excluded), grad_norm (before clipping; None where it was not asked for), skipped (steps that updated
+        nothing), device_peak and device_projected (bytes), host_peak (bytes beyond what the process held before
+        compiling), h2d_bytes and d2h_bytes (weights and gradients), state_bytes (moved by updates on the device),
+        nonfinite (gradient elements), steps, traces, plans, compilations. Reading them waits for the gradient norm.
         """
+        traces = self._compiler.traces
         if self._current is None or not self._last:
-            return {"steps": 0, "traces": len(self._traces)}
+            return {"steps": 0, "traces": len(traces)}
         counts, seconds = self._last["counts"], self._last["step_s"]
+        updated: StepCounts = self._last.get("update", counts)
+        if updated is not counts or self.plan.keep:
+            updated.decided.wait()
+        self._check_counts()
         return {
             "loss": float(self._loss) if self._loss is not None else float("nan"),
             "tokens": self._last["tokens"],
+            "valid_tokens": counts.valid,
             "tokens_per_s": self._last["tokens"] / seconds,
             "step_s": seconds,
+            "grad_norm": updated.grad_norm,
+            "skipped": self._skipped,
             "device_peak": self._last["device_peak"],
             "device_projected": self.projected,
             "host_peak": max(0, host_bytes() - self._host_start),
             "h2d_bytes": counts.h2d_bytes,
             "d2h_bytes": counts.d2h_bytes,
-            "nonfinite": counts.nonfinite,
+            "state_bytes": updated.state_bytes,
+            "nonfinite": updated.nonfinite,
             "steps": self._steps,
-            "traces": len(self._traces),
-            "plans": sum(len(t.plans) for t in self._traces.values()),
-            "compilations": sum(len(t.bare.compiled) for t in self._traces.values()),
+            "traces": len(traces),
+            "plans": sum(len(t.plans) for t in traces.values()),
+            "compilations": sum(len(t.bare.compiled) for t in traces.values()),
         }
 
     @property
     def projected(self) -> int:
         """The projected device peak of the current plan, in bytes."""
         assert self._current is not None, "nothing is compiled yet"
-        if self._options.device.type != "cuda":
-            return self._current.projection.peak
-        outside = cuda_usage(self._options.device).outside
-        return int(self._current.projection.peak * (1 + FRAGMENTATION)) + outside + CUDA_WORKSPACE
+        return self._compiler.projected(self._current.projection)
 
     @property
     def plan(self) -> Plan:
@@ -449,47 +366,31 @@ class Step:
             raise OomcError("nothing is compiled yet: call the step, or give compile an example")
         if stage is not None:
             return Report.of_stage(self._print_stage(stage), stage)
-        needed, _ = self._host_needed(self._current.program)
+        needed = self._state.host_needed(self._current.program, self.plan.resident)
         return Report.of_step(self._current.program, self._current.projection, needed, self.metrics, self._options)
 
     def _print_stage(self, stage: str) -> str:
         from oomc.printer import print_program
 
+        choose = pipeline.chosen(self.plan)
+        names = ["capture", *(p.name for p in (*pipeline.MODEL_PASSES, *pipeline.step_passes(choose))), "lower"]
+        if stage not in names:
+            raise ValueError(f"no stage is called {stage!r}; there are {', '.join(names)}")
         texts: dict[str, str] = {}
 
         def observe(name: str, program: Program) -> None:
             if name == stage:
                 texts[name] = print_program(program)
 
-        assert self._current is not None and self._current.program.plan is not None
-        (trace,) = self._traces.values()
+        (trace,) = self._compiler.traces.values()
         self.synchronize()
-        choose = pipeline.chosen(self._current.program.plan)
         if stage in {p.name for p in pipeline.step_passes(choose)}:
             pipeline.with_plan(trace.bare, choose, observe)
         elif stage == "lower":
             texts[stage] = self.graph.code
         else:
-            self._capture(trace.batch, observe)
-        if stage not in texts:
-            names = ["capture", *(p.name for p in (*pipeline.MODEL_PASSES, *pipeline.step_passes(choose))), "lower"]
-            raise ValueError(f"no stage is called {stage!r}; there are {', '.join(names)}")
+            self._compiler.capture(trace.batch, observe)
         return texts[stage]
-
-
-def _difference(known: tuple[Any, ...], key: tuple[Any, ...]) -> str:
-    """What a batch has that the compiled one has not, and the other way round."""
-
-    def texts(of: tuple[Any, ...]) -> set[str]:
-        tensors = {f"{name}: {str(dtype).removeprefix('torch.')} of {dims} dimensions" for name, dtype, dims in of[0]}
-        return tensors | {f"{name}={value}" for name, value in of[1]}
-
-    more, less = sorted(texts(key) - texts(known)), sorted(texts(known) - texts(key))
-    return (
-        "the batch is not like the one that the step was compiled for: "
-        f"it has {', '.join(more) or 'nothing more'}, and lacks {', '.join(less) or 'nothing'}. Always pass the same "
-        "arguments, or compile the step with an example that has them"
-    )
 
 
 def _refuse_optimizer_step(*_: Any, **__: Any) -> None:

@@ -62,6 +62,11 @@ def await_update(rt: Any, slab: str) -> None:
     rt.await_update(slab)
 
 
+def device_weights(rt: Any, slab: str) -> tuple[torch.Tensor, ...]:
+    """The parameters of a slab that lives on the device with its state, in slab order, once its update is done."""
+    return rt.device_weights(slab)
+
+
 def fetch(rt: Any, slab: str, slot: int) -> Any:
     """Begin to copy a slab's working weights into a device slot; the token names the copy."""
     return rt.fetch(slab, slot)
@@ -102,17 +107,27 @@ def zeros_like(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(x)
 
 
-def offload(rt: Any, slab: str, names: Sequence[str], grads: Sequence[torch.Tensor], accumulate: bool) -> Any:
-    """Begin to copy gradients of a slab to the host; with `accumulate` they are added to the host's sum."""
-    return rt.offload(slab, names, grads, "accumulate" if accumulate else "update")
+def count(rt: Any, value: torch.Tensor) -> None:
+    """The number of valid labels leaves for the host: gradients of several micro-batches are weighed by it."""
+    rt.count(value)
 
 
-def update(rt: Any, slab: str, copies: Sequence[Any], accumulated: bool) -> None:
-    """Update the slab's parameters on the host, chunk by chunk as the copies arrive; nothing waits here.
+def offload(rt: Any, slab: str, names: Sequence[str], grads: Sequence[torch.Tensor], mode: str) -> Any:
+    """Gradients of a slab leave: to `update` it, to be kept (`keep`) until `apply`, or to be added to its `sum`."""
+    return rt.offload(slab, names, grads, mode)
 
-    With `accumulated` the update is made from the host's sum, once all `copies` are part of it.
+
+def update(rt: Any, slab: str, copies: Sequence[Any], mode: str) -> None:
+    """Update the slab's parameters, chunk by chunk as the copies arrive; nothing waits here.
+
+    With mode `sum` the update is made from the sum, once all `copies` are part of it.
     """
-    rt.update(slab, copies, accumulated)
+    rt.update(slab, copies, mode)
+
+
+def apply(rt: Any, copies: Sequence[Any]) -> None:
+    """The norm of all that was kept, then the update of every slab with it; nothing waits here."""
+    rt.apply(copies)
 
 
 def retire(rt: Any, copy: Any) -> None:
@@ -120,11 +135,19 @@ def retire(rt: Any, copy: Any) -> None:
     rt.wait_gradients(copy)
 
 
+def retire_carried(rt: Any, slab: str) -> None:
+    """`retire` for the slab's gradients of the step before, which stayed until its update had read them."""
+    rt.retire_carried(slab)
+
+
 LANES = {
     size: "none", calc: "none", resident: "none", rng: "compute", weights: "none", gradients: "none",
-    await_update: "h2d", fetch: "h2d", wait: "compute", release: "compute", run: "compute", run_chunks: "compute",
-    add: "compute", ones_like: "compute", zeros_like: "compute", offload: "d2h", update: "host", retire: "compute",
+    await_update: "h2d", device_weights: "compute", fetch: "h2d", wait: "compute", release: "compute", run: "compute",
+    run_chunks: "compute", add: "compute", ones_like: "compute", zeros_like: "compute", count: "d2h", offload: "d2h",
+    update: "host", apply: "host", retire: "compute", retire_carried: "compute",
 }  # fmt: skip
 COMPUTE = frozenset({run, run_chunks})
-EFFECTS = frozenset({gradients, await_update, release, update, retire, offload, fetch})
+EFFECTS = frozenset(
+    {gradients, await_update, release, update, apply, retire, retire_carried, count, offload, fetch, device_weights}
+)
 """Words that are kept although nothing uses their value."""

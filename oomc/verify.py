@@ -130,10 +130,15 @@ def _verify_call(node: fx.Node, after: str, faults: Faults, graph: fx.Graph) -> 
 
 
 def _verify_loss(output: fx.Node, faults: Faults, graph: fx.Graph) -> None:
-    results = output.args[0]
-    val = meta.tensor(results[0]) if isinstance(results, tuple | list) and len(results) == 1 else None  # type: ignore[arg-type]
+    results: Any = output.args[0]
+    if not isinstance(results, tuple | list) or len(results) not in (1, 2):
+        faults.add("the output is not the tuple of the loss, or of the loss and its count", output, graph)
+        return
+    val, *counts = (meta.tensor(n) for n in results)
     if val is None or val.dim() != 0 or not val.is_floating_point():
-        faults.add("the output is not the tuple of one scalar loss", output, graph)
+        faults.add("the first output is no scalar loss", output, graph)
+    if any(c is None or c.dim() != 0 or c.dtype == torch.bool for c in counts):
+        faults.add("the second output is no count of labels", output, graph)
 
 
 def is_random(node: fx.Node) -> bool:

@@ -44,7 +44,7 @@ def verify_moves(program: Program, reached: frozenset[str], faults: Faults) -> N
         _verify_fetch(copy, position, faults)
     if "schedule" in reached:
         _verify_slots(program, nodes, faults)
-    _verify_offloads(program, nodes, offloads, position, faults)
+    _verify_offloads(program, nodes, offloads, position, reached, faults)
     if "insert_updates" in reached:
         _verify_updates(program, nodes, offloads, position, faults)
         _verify_fresh(copies, offloads, nodes, position, faults)
@@ -90,25 +90,64 @@ def _verify_slots(program: Program, nodes: list[fx.Node], faults: Faults) -> Non
 
 def _verify_offloads(
     program: Program, nodes: list[fx.Node], offloads: dict[str, list[fx.Node]], position: dict[fx.Node, int],
-    faults: Faults,
+    reached: frozenset[str], faults: Faults,
 ) -> None:  # fmt: skip
     """Each copy of gradients is retired once, after it; until then, nothing else uses them, and after it neither."""
     retires: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    carried: dict[str, list[fx.Node]] = defaultdict(list)
     for node in nodes:
         if node.target is steps.retire:
             retires[node.args[1]].append(node)  # type: ignore[index]
-    many = program.plan is not None and program.plan.accumulate
+        elif node.target is steps.retire_carried:
+            carried[str(node.args[1])].append(node)
     for slab, copies in offloads.items():
         for copy in copies:
-            if len(retires[copy]) != 1:
-                faults.add(f"the offload of {slab} is retired {len(retires[copy])} times, not once", copy)
+            times = len(retires[copy]) + len(carried[slab])
+            if times != 1:
+                faults.add(f"the offload of {slab} is retired {times} times, not once", copy)
             for grad in copy.args[3]:  # type: ignore[union-attr]
                 for user in grad.users:  # type: ignore[union-attr]
                     if position[user] > position[copy]:
                         faults.add(f"it uses the gradient %{grad} after its offload", user)
-            if copy.args[4] is not (many or len(copies) > 1):
-                why = "a micro-batch" if many else f"{len(copies)} contributions"
-                faults.add(f"accumulate is {copy.args[4]} for {slab}, with {why}", copy)
+            _verify_mode(program, copy, copies, faults)
+        for node in carried[slab]:
+            _verify_carried(slab, node, copies, position, faults)
+    for slab in carried:
+        if slab not in offloads:
+            faults.add(f"gradients of {slab} are carried into the next step, and none are offloaded", carried[slab][0])
+    if "schedule" in reached:
+        _verify_kept(program, offloads, retires, faults)
+
+
+def _verify_mode(program: Program, copy: fx.Node, copies: list[fx.Node], faults: Faults) -> None:
+    plan = program.plan
+    many = plan is not None and plan.accumulate
+    wanted = "sum" if many or len(copies) > 1 else "keep" if plan is not None and plan.keep else "update"
+    if copy.args[4] != wanted:
+        why = "a micro-batch" if many else f"{len(copies)} contribution{'s' * (len(copies) > 1)}"
+        faults.add(f"the mode is {copy.args[4]} for {copy.args[1]}, with {why}; it must be {wanted}", copy)
+
+
+def _verify_carried(
+    slab: str, node: fx.Node, copies: list[fx.Node], position: dict[fx.Node, int], faults: Faults
+) -> None:
+    """What is carried has been read when the slab is updated, so before its weights are used, and new ones come."""
+    for copy in copies:
+        if copy.args[4] == "sum":
+            faults.add(f"the sum of {slab} is not carried into the next step", node)
+        if position[node] > position[copy]:
+            faults.add(f"the gradients of {slab} of the step before are retired after new ones are offloaded", node)
+
+
+def _verify_kept(
+    program: Program, offloads: dict[str, list[fx.Node]], retires: dict[fx.Node, list[fx.Node]], faults: Faults
+) -> None:
+    """Gradients that are kept on the device are read after the step's last node: no retire in this step frees them."""
+    assert program.plan is not None
+    for slab in program.plan.resident:
+        for copy in offloads.get(slab, ()):
+            if copy.args[4] == "keep" and retires[copy]:
+                faults.add(f"the gradients of {slab} are kept on the device, and retired before they are applied", copy)
 
 
 def _verify_updates(
@@ -116,11 +155,16 @@ def _verify_updates(
     faults: Faults,
 ) -> None:  # fmt: skip
     """Each slab is updated once, from all of its gradient, after all of it has left."""
+    assert program.plan is not None
+    if program.plan.keep:
+        _verify_apply(nodes, offloads, position, faults)
+        return
     updates: dict[str, list[fx.Node]] = defaultdict(list)
     for node in nodes:
         if node.target is steps.update:
             updates[str(node.args[1])].append(node)
-    assert program.plan is not None
+        elif node.target is steps.apply:
+            faults.add("nothing is kept that could be applied", node)
     wanted = 0 if program.plan.accumulate else 1
     for slab in sorted({*offloads, *updates}):
         copies = offloads.get(slab, [])
@@ -128,20 +172,38 @@ def _verify_updates(
             last = updates[slab][-1] if updates[slab] else copies[-1]
             faults.add(f"{slab} is updated {len(updates[slab])} times, not {wanted if copies else 0}", last)
         for update in updates[slab]:
-            _, _, given, accumulated = update.args
+            _, _, given, mode = update.args
             if set(given) != set(copies) or len(given) != len(copies):  # type: ignore[arg-type]
                 faults.add(f"the update of {slab} is not made from all {len(copies)} offloads of it", update)
             if any(position[c] > position[update] for c in copies):
                 faults.add(f"{slab} is updated before the last offload of its gradient", update)
-            if accumulated is not (len(copies) > 1):
-                faults.add(f"accumulated is {accumulated} for {slab}, with {len(copies)} contributions", update)
+            if mode != ("sum" if len(copies) > 1 else "update"):
+                faults.add(f"the mode is {mode} for {slab}, with {len(copies)} contributions", update)
+
+
+def _verify_apply(
+    nodes: list[fx.Node], offloads: dict[str, list[fx.Node]], position: dict[fx.Node, int], faults: Faults
+) -> None:
+    """What is kept is applied once, all of it, at the end."""
+    applies = [node for node in nodes if node.target is steps.apply]
+    copies = {copy for each in offloads.values() for copy in each}
+    if len(applies) != (1 if copies else 0):
+        faults.add(f"kept gradients are applied {len(applies)} times, not once")
+    for node in nodes:
+        if node.target is steps.update:
+            faults.add(f"{node.args[1]} is updated before the norm of all gradients is known", node)
+    for apply in applies:
+        if set(apply.args[1]) != copies:  # type: ignore[arg-type]
+            faults.add(f"it is not made from all {len(copies)} offloads", apply)
+        if any(position[copy] > position[apply] for copy in copies):
+            faults.add("gradients are applied before the last of them is offloaded", apply)
 
 
 def _verify_fresh(
     copies: dict[fx.Node, _Copy], offloads: dict[str, list[fx.Node]], nodes: list[fx.Node],
     position: dict[fx.Node, int], faults: Faults,
 ) -> None:  # fmt: skip
-    """Weights are fetched after the last step's update and are on the device before this step's may begin."""
+    """Weights are used after the last step's update and before this step's may begin."""
     awaited: set[str] = set()
     updated: set[str] = set()
     for node in nodes:
@@ -149,6 +211,10 @@ def _verify_fresh(
             awaited.add(str(node.args[1]))
         elif node.target is steps.update:
             updated.add(str(node.args[1]))
+        elif node.target is steps.apply:
+            updated.update(offloads)
+        elif node.target is steps.device_weights:
+            _verify_device_weights(node, offloads.get(str(node.args[1]), []), position, faults)
         elif node in copies:
             copy = copies[node]
             if copy.slab in offloads and copy.slab not in awaited:
@@ -159,3 +225,12 @@ def _verify_fresh(
                 last = offloads[copy.slab][-1]
                 if position[copy.waits[0]] > position[last]:
                     faults.add(f"the copy of {copy.slab} may still run when %{last} starts its update", node)
+
+
+def _verify_device_weights(node: fx.Node, copies: list[fx.Node], position: dict[fx.Node, int], faults: Faults) -> None:
+    """The update of a slab on the device overwrites its weights: all use of them comes before."""
+    if not copies:
+        return
+    for user in [user for part in node.users for user in part.users]:
+        if position[user] > position[copies[-1]]:
+            faults.add(f"it uses weights of {node.args[1]} after %{copies[-1]}, which may overwrite them", user)

@@ -110,8 +110,8 @@ class _Data:
         self.params = {s.name: s.params for s in program.slabs}
         inputs = zip(program.forward.graph.find_nodes(op="placeholder"), program.inputs, strict=True)
         self.specs = dict(inputs)
-        (output,) = program.forward.graph.find_nodes(op="output")
-        self.loss: fx.Node = output.args[0][0]
+        self.loss, self.count = program.loss, program.count
+        self.counted = 0
         self.identities: dict[fx.Node, Identity] = {}
         self.sums: dict[Any, Sum] = {}
         self.arrived: dict[str, Sum] = {}
@@ -145,8 +145,12 @@ class _Data:
                 self._verify_run(node)
             elif node.target in (steps.offload, steps.gradients):
                 self._verify_gradients(node)
+            elif node.target is steps.count:
+                self._verify_count(node)
             elif node.op == "output" and self._known(node.args[0]) != ("value", self.loss.name):
                 self.faults.add("the step does not return the loss", node)
+        if self.counted != int(self.count is not None):
+            self.faults.add(f"the valid labels are counted {self.counted} times, not {int(self.count is not None)}")
         for name in self.worksets:
             for variant, wanted in (("forward", 1), ("backward", int(name in self.backward))):
                 if runs[name, variant] != wanted:
@@ -203,8 +207,8 @@ class _Data:
         word = holder.target if isinstance(holder, fx.Node) else None
         if word is steps.fetch:
             self.faults.add(f"it uses %{holder} before any wait for it", node)
-        elif word in (steps.weights, steps.wait):
-            token = holder if word is steps.weights else holder.args[1]  # type: ignore[union-attr]
+        elif word in (steps.weights, steps.wait, steps.device_weights):
+            token = holder.args[1] if word is steps.wait else holder  # type: ignore[union-attr]
             params = self.params[token.args[1]]  # type: ignore[union-attr, index]
             if isinstance(index, int) and 0 <= index < len(params):
                 return ("parameter", params[index])
@@ -240,6 +244,17 @@ class _Data:
             if any(a not in self.sums for a in node.args):
                 self.faults.add("it adds what is no gradient", node)
             self.sums[node] = sum((self.sums.get(a, Counter()) for a in node.args), Counter())
+
+    def _verify_count(self, node: fx.Node) -> None:
+        """The count comes from the forward, and before any gradient that is weighed by it."""
+        self.counted += 1
+        value = node.args[1]
+        if self.count is None or self._known(value) != ("value", self.count.name):
+            self.faults.add(f"%{value} is not the number of valid labels", node)
+        elif meta.note(value).phase != "forward":  # type: ignore[arg-type]
+            self.faults.add(f"%{value} is computed again: the count comes from the forward", node)
+        if self.arrived:
+            self.faults.add("the valid labels are counted after gradients have left", node)
 
     # --- what runs are given
 

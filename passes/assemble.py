@@ -6,7 +6,7 @@ After, for one block between prologue and epilogue:
 
     %w0 = weights('prologue');   %h0, = run('form_a', 'forward', %B, %S, %w0[0], %input_ids)
     %w1 = weights('layers.0');   %h1, = run('form_b', 'forward', %B, %S, %w1[0], %h0)
-    %loss, = run('form_c', 'forward', %B, %S, %h1)
+    %loss, %count = run('form_c', 'forward', %B, %S, %h1);   count(%count)
     %d_loss = ones_like(%loss)
     %d_h1, = run('form_c', 'backward', %h1, %d_loss)
     %d_w, %d_h0 = run('form_b', 'backward', %w1[0], %h0, %d_h1)
@@ -56,6 +56,7 @@ class _Assembler:
         self.rngs: dict[int, fx.Node] = {}
         self.parts: dict[tuple[fx.Node, int], fx.Node] = {}
         self.note = StepNote()
+        self.count = program.count
 
     def call(self, target: Callable[..., Any], *args: Any, name: str | None = None, val: Any = None) -> fx.Node:
         node = self.graph.create_node("call_function", target, args, {}, name=name)
@@ -81,8 +82,7 @@ class _Assembler:
         worksets = [w for b in self.program.blocks for w in b.worksets]
         for workset in worksets:
             self._forward(workset)
-        (output,) = self.program.forward.graph.find_nodes(op="output")
-        loss = output.args[0][0]
+        loss = self.program.loss
         self._backward(worksets, loss)
         self.graph.output(self.values[loss])
         return fx.GraphModule(torch.nn.Module(), self.graph, class_name="Step")
@@ -143,6 +143,8 @@ class _Assembler:
         vals = meta.value(node)
         for index, out in enumerate(workset.outputs):
             self.values[out] = self.part(node, index, vals[index], _identifier(out.name), out.name)
+            if out is self.count:
+                self.call(steps.count, self.rt, self.values[out])
         base = len(workset.outputs)
         self.saved[workset.name] = [
             self.part(

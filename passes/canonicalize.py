@@ -1,7 +1,8 @@
 """canonicalize: one plain form for what traces say in many ways.
 
 Higher-order ops (autocast and grad-mode regions) are inlined, asserts and dead code dropped, in-place ops made
-functional where nothing else sees the memory, mean losses split into sum and count, dropout made counter-based.
+functional where nothing else sees the memory, mean losses split into sum and count, dropout made counter-based. The
+count of valid labels becomes an output of the graph: gradients of several micro-batches are weighed by it.
 
 Before:
 
@@ -9,6 +10,7 @@ Before:
     %y = aten.add_(%x, 1)
     %d = aten.dropout(%y, 0.1, True)
     %loss = aten.cross_entropy_loss(%logits, %labels)
+    return (%loss,)
 
 After:
 
@@ -18,6 +20,7 @@ After:
     %valid = aten.ne(%labels, -100)
     %count = aten.sum(%valid)
     %loss = aten.div(%total, aten.clamp_min(%count, 1))
+    return (%loss, %count)
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from oomc import meta, ops, private
 from oomc.errors import CaptureError, UnsupportedError
 from oomc.functionalize import functionalize
 from oomc.fxutil import append_placeholder, erase_dead, insert_call
+from oomc.loss import note_loss
 from oomc.program import InputSpec, PassResult, Program
 
 aten = torch.ops.aten
@@ -70,7 +74,8 @@ class Canonicalize:
         while inline_regions(module):
             changed = True
         steps: tuple[Callable[[Program], bool], ...] = (
-            drop_asserts, drop_no_ops, functionalize, count_by_comparison, split_mean_losses, count_dropout,
+            drop_asserts, drop_no_ops, functionalize, count_by_comparison, split_mean_losses, note_loss,
+            count_dropout,
         )  # fmt: skip
         for step in steps:
             changed |= step(program)

@@ -1,8 +1,8 @@
 """choose_residency: DECIDES where everything lives, and writes the plan; it inserts nothing.
 
-The policy is fixed for now: optimizer state and weights on the host, values inside a block recomputed, values
-between blocks kept on the device. Within it, the chunk size of the loss and the overlap of copies are taken as large
-as the device budget allows, tried in the order of CANDIDATES.
+The policy is fixed for now: values inside a block are recomputed, values between blocks kept on the device. Within
+it, the chunk size of the loss and the overlap of copies are taken as large as the device budget allows, tried in the
+order of CANDIDATES; what is left over goes to slabs that live on the device, then to gradients that wait there.
 
 Before and after, the same bare step graph; after, `program.plan` holds for example
 
@@ -15,7 +15,7 @@ import operator
 from dataclasses import dataclass
 
 from oomc import meta, steps
-from oomc.plan import Budget, Plan, Residency
+from oomc.plan import Budget, Plan, Residency, Updates
 from oomc.program import PassResult, Program
 
 CHUNK_TOKENS = (4096, 2048, 1024, 512, 256, 128, 64, 32, 16)
@@ -23,21 +23,32 @@ CHUNK_TOKENS = (4096, 2048, 1024, 512, 256, 128, 64, 32, 16)
 
 @dataclass(frozen=True)
 class Candidate:
-    """One point of the policy: tokens in a chunk of the loss, slabs fetched ahead, gradients leaving late."""
+    """One point of the policy.
+
+    Attributes:
+        tokens: in a chunk of the loss.
+        prefetch: slabs fetched ahead.
+        hold: blocks whose gradients stay on the device beside those of the one that computes.
+        stage: whether the device may update slabs of the host, for which it needs memory.
+        resident: slabs that live on the device.
+    """
 
     tokens: int
     prefetch: int
-    retire_late: bool
+    hold: int
+    stage: bool = True
+    resident: tuple[str, ...] = ()
 
 
 CANDIDATES = tuple(
-    Candidate(tokens, prefetch, late)
-    for prefetch, late in ((1, True), (1, False), (0, False))
+    Candidate(tokens, prefetch, hold, stage)
+    for prefetch, hold, stage in ((1, 1, True), (1, 1, False), (1, 0, False), (0, 0, False))
     for tokens in CHUNK_TOKENS
 )
 
 
 UNLIMITED = Budget()
+DEFAULT = Updates()
 
 
 @dataclass(frozen=True)
@@ -49,23 +60,37 @@ class ChooseResidency:
         budget: what may be taken.
         candidate: the point of the policy.
         accumulate: whether the step only accumulates gradients.
+        updates: of the optimizer.
+        given: a plan that was made before, to be taken as it is.
     """
 
     sizes: tuple[int, int]
     budget: Budget = UNLIMITED
     candidate: Candidate = CANDIDATES[0]
     accumulate: bool = False
+    updates: Updates = DEFAULT
+    given: Plan | None = None
     name: str = "choose_residency"
 
     def __call__(self, program: Program) -> PassResult:
         before = program.plan
+        if self.given is not None:
+            program.plan = self.given
+            return PassResult(program, program.plan != before)
+        resident = [s for s in program.slabs if s.name in self.candidate.resident]
+        where = self.updates.where if self.candidate.stage else "host"
         program.plan = Plan(
             sizes=self.sizes,
             residency=self._residency(program),
             chunks={w.name: self._chunk() for b in program.blocks for w in b.worksets if program.forms[w.form].chunk},
             prefetch=self.candidate.prefetch,
-            retire_late=self.candidate.retire_late,
+            hold=self.candidate.hold,
             accumulate=self.accumulate,
+            keep=self.updates.keep and not self.accumulate,
+            resident=tuple(s.name for s in resident),
+            where=where,
+            update_bytes=self.updates.staging_bytes(where)
+            + sum(self.updates.resident_bytes(s, self.accumulate) for s in resident),
             budget=self.budget,
         )
 

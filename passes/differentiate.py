@@ -56,9 +56,7 @@ class Differentiate:
             form = forms[key]
             workset.form = form.key
             wanted |= {n for n, d in zip(workset.outputs, form.differentiable, strict=True) if d}
-        (output,) = program.forward.graph.find_nodes(op="output")
-        loss = output.args[0][0]
-        if loss not in wanted:
+        if program.loss not in wanted:
             raise CaptureError(
                 "the loss does not depend on any trainable parameter: check requires_grad, and that forward is not "
                 "run under torch.no_grad()"

@@ -1,8 +1,9 @@
 """insert_offload: gradients leave the device for the host.
 
-Each contribution to a slab's gradients becomes a copy on the d2h lane, and a point at which the compute lane waits
-for it and the device memory is free again. A slab with several contributions in one step (tied weights), and every
-slab of a micro-batch that is only accumulated, is summed on the host.
+Each contribution to a slab's gradients becomes a node on the d2h lane, and a point at which the compute lane waits
+until they have left and the device memory is free again. They update the slab, or are kept until the norm of all is
+known; a slab with several contributions in one step (tied weights), and every slab of a micro-batch that is only
+accumulated, is summed.
 
 Before:
 
@@ -10,7 +11,7 @@ Before:
 
 After:
 
-    %copy = offload('layers.0', ('layers.0.w',), (%d_w,), False)
+    %copy = offload('layers.0', ('layers.0.w',), (%d_w,), 'update')
     retire(%copy)
 """
 
@@ -36,9 +37,10 @@ class InsertOffload:
         contributions = Counter(n.args[1] for n in sinks)
         for node in sinks:
             rt, slab, names, grads = node.args
-            accumulate = program.plan.accumulate or contributions[slab] > 1
+            many = program.plan.accumulate or contributions[slab] > 1
+            mode = "sum" if many else "keep" if program.plan.keep else "update"
             with graph.inserting_before(node):
-                copy = graph.call_function(steps.offload, (rt, slab, names, grads, accumulate))
+                copy = graph.call_function(steps.offload, (rt, slab, names, grads, mode))
                 retire = graph.call_function(steps.retire, (rt, copy))
             for new in (copy, retire):
                 meta.set_note(new, meta.note(node))

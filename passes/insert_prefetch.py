@@ -1,7 +1,8 @@
 """insert_prefetch: weights come from the host where they are used, and go when they are not.
 
 Every stretch of use of a slab gets a fetch, a wait and a release. Two stretches are one where no other slab comes
-into use between them. The fetch stands right before its wait: schedule moves it ahead.
+into use between them. The fetch stands right before its wait: schedule moves it ahead. A slab that lives on the device
+needs no copy: its weights are there.
 
 Before:
 
@@ -43,8 +44,12 @@ class InsertPrefetch:
     name: str = "insert_prefetch"
 
     def __call__(self, program: Program) -> PassResult:
-        assert program.step is not None
+        assert program.step is not None and program.plan is not None
         graph = program.step.graph
+        holders = graph.find_nodes(op="call_function", target=steps.weights)
+        for node in holders:
+            if node.args[1] in program.plan.resident:
+                node.target = steps.device_weights
         found = stretches(graph)
         nodes = list(graph.nodes)
         for stretch in found:
@@ -68,7 +73,7 @@ class InsertPrefetch:
                     part.replace_input_with(old, wait)
                     first.prepend(part)
                 graph.erase_node(old)
-        return PassResult(program, bool(found))
+        return PassResult(program, bool(holders))
 
 
 def stretches(graph: fx.Graph) -> list[Stretch]:

@@ -1,21 +1,22 @@
 """insert_updates: each slab is updated once, after all of its gradient has arrived, and fetched only after that.
 
 The update follows the slab's last offload on the host lane and nothing waits for it in this step; the slab's first
-fetch of the next step does.
+fetch of the next step does. Where the norm of the whole gradient is needed first, one `apply` at the end of the step
+updates every slab.
 
 Before:
 
     %fetch = fetch('layers.0', 0)
     ...
-    %copy = offload('layers.0', ...)
+    %copy = offload('layers.0', ..., 'update')
 
 After:
 
     await_update('layers.0')
     %fetch = fetch('layers.0', 0)
     ...
-    %copy = offload('layers.0', ...)
-    update('layers.0', [%copy], False)
+    %copy = offload('layers.0', ..., 'update')
+    update('layers.0', [%copy], 'update')
 """
 
 from __future__ import annotations
@@ -41,7 +42,13 @@ class InsertUpdates:
         copies: dict[str, list[fx.Node]] = defaultdict(list)
         for node in graph.find_nodes(op="call_function", target=steps.offload):
             copies[str(node.args[1])].append(node)
-        if not program.plan.accumulate:
+        if program.plan.keep and copies:
+            every = [copy for nodes in copies.values() for copy in nodes]
+            (output,) = graph.find_nodes(op="output")
+            with graph.inserting_before(output):
+                apply = graph.call_function(steps.apply, (every[0].args[0], tuple(every)))
+            meta.set_note(apply, meta.note(every[-1]))
+        elif not program.plan.accumulate:
             for slab, nodes in copies.items():
                 with graph.inserting_after(nodes[-1]):
                     update = graph.call_function(steps.update, (nodes[0].args[0], slab, tuple(nodes), nodes[0].args[4]))

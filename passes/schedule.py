@@ -1,8 +1,8 @@
 """schedule: order the lanes. Copies begin as early as the plan's memory allows, and end as late as it allows.
 
-Each fetch moves ahead by `plan.prefetch` stretches of use, into a slot that is free by then; with
-`plan.retire_late`, gradients leave the device under the next block's backward. The sizes of the slots go into the
-plan.
+Each fetch moves ahead by `plan.prefetch` stretches of use, into a slot that is free by then. The gradients of
+`plan.hold` blocks stay on the device until their updates have read them: those of the last ones into the next step, up
+to the first use of their slab there. The sizes of the slots go into the plan.
 
 Before (prefetch 1):
 
@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from oomc import meta, steps
+from oomc.plan import Plan
 from oomc.program import PassResult, Program
 
 
@@ -39,8 +40,7 @@ class Schedule:
         graph = program.step.graph
         before = [n.name for n in graph.nodes]
         prefetch_ahead(graph, program.plan.prefetch)
-        if program.plan.retire_late:
-            retire_late(graph)
+        hold_gradients(graph, program.plan)
         slots = assign_slots(graph, {s.name: s.layout.weight_bytes for s in program.slabs})
         program.plan = replace(program.plan, slots=slots)
         program.step.recompile()
@@ -64,15 +64,38 @@ def prefetch_ahead(graph: fx.Graph, depth: int) -> None:
             fetch.prepend(before)
 
 
-def retire_late(graph: fx.Graph) -> None:
-    """Move each wait for gradients to just before the next offload of another block."""
+def hold_gradients(graph: fx.Graph, plan: Plan) -> None:
+    """Move each wait for gradients to where `plan.hold` blocks have computed theirs since, or into the next step."""
     retires = graph.find_nodes(op="call_function", target=steps.retire)
-    offloads = [n.args[1] for n in retires]
-    for index, node in enumerate(retires):
-        block = meta.note(node).block
-        later = [o for o in offloads[index + 1 :] if isinstance(o, fx.Node) and meta.note(o).block != block]
-        if later:
-            later[0].prepend(node)
+    offloads = [node.args[1] for node in retires]
+    blocks = list(dict.fromkeys(meta.note(node).block for node in retires))
+    first = {block: next(o for o in offloads if meta.note(o).block == block) for block in blocks}
+    uses = _first_uses(graph)
+    (output,) = graph.find_nodes(op="output")
+    for node, copy in zip(retires, offloads, strict=True):
+        assert isinstance(copy, fx.Node)
+        later = blocks.index(meta.note(node).block) + plan.hold
+        slab, mode = str(copy.args[1]), copy.args[4]
+        # what is kept on the device is read after the norm is known, so after this step's last node
+        stays = mode == "keep" and slab in plan.resident
+        if (stays or (mode == "update" and plan.hold and later >= len(blocks))) and slab in uses:
+            with graph.inserting_before(uses[slab]):
+                carried = graph.call_function(steps.retire_carried, (node.args[0], slab))
+            meta.set_note(carried, meta.note(uses[slab]))
+            graph.erase_node(node)
+        elif plan.hold:
+            (first[blocks[later]] if later < len(blocks) else output).prepend(node)
+
+
+def _first_uses(graph: fx.Graph) -> dict[str, fx.Node]:
+    """Where each slab's weights are used first."""
+    uses: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        if node.target is steps.wait:
+            uses.setdefault(str(node.args[1].args[1]), node)
+        elif node.target is steps.device_weights:
+            uses.setdefault(str(node.args[1]), node)
+    return uses
 
 
 def assign_slots(graph: fx.Graph, bytes_of: dict[str, int]) -> tuple[int, ...]:

@@ -112,7 +112,10 @@ def _constants(hyper: Hyper, step: int) -> tuple[Any, ...]:
 class AdamW:
     """The `UpdateRule` of `torch.optim.AdamW` (no amsgrad, no maximize). State: fp32 `m` and `v`."""
 
-    arrays: tuple[StateArray, ...] = (StateArray("m"), StateArray("v"))
+    @property
+    def arrays(self) -> tuple[StateArray, ...]:
+        """The two moments."""
+        return StateArray("m"), StateArray("v")
 
     def hyper(self, group: Mapping[str, Any]) -> Hyper:
         """Snapshot of one of a torch AdamW's `param_groups`; tensors (a tensor lr) are read now."""

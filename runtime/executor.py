@@ -16,30 +16,32 @@ All methods are called from one thread, on the stream that computes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from oomc.runtime.chaos import Adversary
-from oomc.runtime.gradients import GradientSink, GradientTicket, Mode, StepCounts
-from oomc.runtime.lanes import Lane
+from oomc.runtime.gradients import Clipping, GradientSink, GradientTicket, Mode
+from oomc.runtime.lanes import Lane, mark
 from oomc.runtime.optim import UpdateRule, compile_rule
 from oomc.runtime.pool import Pool
-from oomc.runtime.slabs import HostSlab
+from oomc.runtime.slabs import DeviceSlab, HostSlab, Slab
+from oomc.runtime.updates import StepCounts, Where
 from oomc.runtime.weights import Fetch, WeightBuffers
 
 
 class Runtime:
-    """Lanes, device slots, gradient ring and host workers over a set of slabs.
+    """Lanes, device slots, gradient ring and workers over a set of slabs.
 
     Args:
         device: where the compute is: CUDA, or the CPU as its stand-in.
-        slabs: the host slabs; a slab is named in calls by its layout's name. `close` closes them.
+        slabs: on the host or the device; a slab is named in calls by its layout's name. `close` closes them.
         slot_bytes: sizes of the device slots for weights.
         rule: the optimizer, or None where nothing is trained.
         groups: parameter group index of each trainable parameter.
         ring_bytes, chunk_elems: size of the gradient ring and of its chunks (see GradientSink).
+        where: who updates slabs on the host.
         workers: host worker threads; None for one a physical core.
         adversary: random delays and poisoned buffers, to make a missing wait show.
         synchronous: no threads and no extra streams: every task is done when its call returns (a reference run).
@@ -48,13 +50,14 @@ class Runtime:
     def __init__(
         self,
         device: torch.device,
-        slabs: Sequence[HostSlab],
+        slabs: Sequence[Slab],
         slot_bytes: Sequence[int],
         rule: UpdateRule | None = None,
         groups: Mapping[str, int] | None = None,
         *,
         ring_bytes: int = 256 << 20,
         chunk_elems: int = 4 << 20,
+        where: Where = "host",
         workers: int | None = None,
         adversary: Adversary | None = None,
         synchronous: bool = False,
@@ -75,32 +78,51 @@ class Runtime:
                 if slab.layout.state_elements:
                     slab.add_state(rule.arrays)
             self._sink = GradientSink(
-                rule, dict(groups or {}), self._pool, self._d2h, ring_bytes, chunk_elems, adversary
-            )
+                rule, dict(groups or {}), self._pool, self._d2h, ring_bytes=ring_bytes, chunk_elems=chunk_elems,
+                where=where, adversary=adversary, synchronous=synchronous,
+            )  # fmt: skip
         self._counts = StepCounts()
+        self._leaving: dict[str, list[GradientTicket]] = {}
         self._closed = False
 
     @property
     def device_bytes(self) -> int:
-        """Device bytes taken at construction: the weight slots."""
+        """Device bytes of the weight slots."""
         return sum(slot.nbytes for slot in self._buffers.slots)
 
     @property
     def host_bytes(self) -> int:
-        """Host bytes taken: slabs with their state and accumulators, and the gradient ring."""
+        """Host bytes taken: slabs with their state and kept gradients, and the gradient ring."""
         ring = self._sink.ring.nbytes if self._sink is not None else 0
-        return ring + sum(slab.host_bytes for slab in self.slabs.values())
+        return ring + sum(slab.host_bytes for slab in self.slabs.values() if isinstance(slab, HostSlab))
 
-    def begin_step(self, hypers: Sequence[Any] = ()) -> None:
-        """Start a step; `hypers` are snapshots of the parameter groups (`rule.hyper(group)`), for all its updates."""
+    def begin_step(self, hypers: Sequence[Any] = (), *, weighted: bool = False, carried: Collection[str] = ()) -> None:
+        """Start a step.
+
+        Args:
+            hypers: snapshots of the parameter groups (`rule.hyper(group)`), for all its updates.
+            weighted: gradients are summed times the number of valid labels.
+            carried: slabs whose gradients of the step before may stay until the step says `retire_carried`.
+        """
         assert not self._closed, "the runtime is closed"
-        self._counts = StepCounts()
+        self._counts = StepCounts(hypers, weighted)
         if self._sink is not None:
-            self._sink.begin_step(hypers, self._counts)
+            self._sink.begin_step(self._counts)
+        for slab in [slab for slab in self._leaving if slab not in carried]:
+            self.retire_carried(slab)
 
     def end_step(self) -> StepCounts:
-        """End the step; its updates may still be under way, and `nonfinite` is final only after them."""
+        """End the step; its updates may still be under way, and its counts are final only after them."""
         return self._counts
+
+    def count(self, valid: torch.Tensor) -> None:
+        """Let the number of valid labels, a 0-dim tensor, leave for the host; it is there before any gradient is."""
+        counts = self._counts
+
+        def read() -> None:
+            counts.valid = float(valid)
+
+        self._d2h.submit(read, mark(self.device))
 
     def await_update(self, slab: str) -> None:
         """Let the h2d lane go on only when what is under way for a slab is done."""
@@ -116,7 +138,10 @@ class Runtime:
     def fetch(self, slab_id: str, slot: int) -> Fetch:
         """Queue the copy of a slab's weights into a free slot; `await_update` comes before, if it has one under way."""
         slab = self.slabs[slab_id]
+        assert isinstance(slab, HostSlab), f"{slab_id} is on the device"
         self._counts.h2d_bytes += slab.layout.weight_bytes
+        if self._sink is not None:
+            self._sink.used(slab_id)
         return self._buffers.fetch(slab, slot)
 
     def wait(self, fetch: Fetch) -> None:
@@ -127,6 +152,14 @@ class Runtime:
         """The fetched parameters, in the layout's order: views of the slot, valid between `wait` and `release`."""
         return self._buffers.views(fetch)
 
+    def held(self, slab_id: str) -> tuple[torch.Tensor, ...]:
+        """The parameters of a slab on the device, in the layout's order, once its updates are done."""
+        slab = self.slabs[slab_id]
+        slab.wait_updated()
+        if self._sink is not None:
+            self._sink.used(slab_id)
+        return slab.layout.views(slab.weights)
+
     def release(self, fetch: Fetch) -> None:
         """Free a fetch's slot, once the compute issued so far is done."""
         self._buffers.release(fetch)
@@ -134,9 +167,11 @@ class Runtime:
     def offload(
         self, slab_id: str, names: Sequence[str], grads: Sequence[torch.Tensor | None], mode: Mode = "update"
     ) -> GradientTicket:
-        """Take gradients of a slab off the device and update with them, or accumulate them; None leaves a parameter."""
+        """Take gradients of a slab and update with them, keep them or sum them up; None leaves a parameter."""
         assert self._sink is not None, "there is no optimizer"
-        return self._sink.offload(self.slabs[slab_id], list(zip(names, grads, strict=True)), mode)
+        ticket = self._sink.offload(self.slabs[slab_id], list(zip(names, grads, strict=True)), mode)
+        self._leaving.setdefault(slab_id, []).append(ticket)
+        return ticket
 
     def wait_gradients(self, ticket: GradientTicket) -> None:
         """Make the compute wait until gradients have left the device, and let go of them.
@@ -144,11 +179,37 @@ class Runtime:
         Must be called for every ticket before the gradients' memory is reused: the ticket holds them until then.
         """
         ticket.wait()
+        for slab, tickets in list(self._leaving.items()):
+            if ticket in tickets:
+                tickets.remove(ticket)
+            if not tickets:
+                del self._leaving[slab]
 
-    def update_accumulated(self, slab_id: str, factor: float = 1.0) -> None:
-        """Update a slab with what was accumulated for it, times `factor`."""
+    def retire_carried(self, slab_id: str) -> None:
+        """`wait_gradients` for what is left of the step before."""
+        for ticket in self._leaving.pop(slab_id, ()):
+            ticket.wait()
+
+    def retire_all(self) -> None:
+        """`wait_gradients` for all gradients that have not left yet."""
+        for slab in list(self._leaving):
+            self.retire_carried(slab)
+
+    def update_sum(self, slab_id: str) -> None:
+        """Update a slab with what was summed for it in this step."""
         assert self._sink is not None, "there is no optimizer"
-        self._sink.update_accumulated(self.slabs[slab_id], factor)
+        self._sink.update_sum(self.slabs[slab_id])
+
+    def apply_kept(self, clipping: Clipping) -> None:
+        """Update all slabs with what was kept or summed for them, once the norm of it all is known."""
+        assert self._sink is not None, "there is no optimizer"
+        self._sink.apply_kept(self.slabs.values(), clipping)
+
+    def drain(self) -> None:
+        """Block until the lanes are idle and all updates are done; an error if one failed."""
+        self._h2d.drain()
+        self._d2h.drain()
+        self.synchronize()
 
     def synchronize(self) -> None:
         """Block until all updates are done; RuntimeError (or LaneError as its cause) if one failed."""
@@ -165,9 +226,13 @@ class Runtime:
         self._closed = True
         self._h2d.close()
         self._d2h.close()
-        self._pool.close()
-        self._buffers.close()
         if self._sink is not None:
             self._sink.close()
+        self._pool.close()
+        self._leaving.clear()
+        self._buffers.close()
         for slab in self.slabs.values():
             slab.close()
+
+
+__all__ = ["Clipping", "DeviceSlab", "HostSlab", "Runtime", "Slab", "StepCounts"]

@@ -1,143 +1,78 @@
-"""Gradients on their way from the device into the optimizer, through a small ring of host buffers.
+"""Gradients on their way from the device into the optimizer.
 
-    device gradients --d2h lane--> a ring buffer (a chunk) --host pool--> update of the chunk's elements --> buffer free
+    offload(..., "update")   the slab's update starts: its chunks are taken by host and device (oomc.runtime.updates)
+    offload(..., "keep")     into memory of the slab's own, as they are: the norm of all must be known first
+    offload(..., "sum")      added up there in fp32, through the ring: several micro-batches, or several uses
+    apply_kept()             norm, clipping, and the updates of all that was kept or summed
 
-A chunk holds runs of gradient elements of one dtype: several small parameters, or a part of a large one. The ring
-bounds the host memory: when all buffers are taken, the d2h lane waits for the optimizer. The optimizer never waits for
-a lane, so this cannot lock up, however small the ring.
+The optimizer never waits for a lane, so nothing here can lock up, however small the ring.
 """
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable, Iterable, Sequence
+import math
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from threading import Lock
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from oomc.runtime.chaos import Adversary
-from oomc.runtime.kernels import accumulate
-from oomc.runtime.lanes import Lane, Mark, Ticket, mark
-from oomc.runtime.memory import HostMemory
-from oomc.runtime.optim import Array, UpdateRule, salt_of
+from oomc.runtime.kernels import accumulate, sum_of_squares
+from oomc.runtime.lanes import Lane, Ticket, mark
+from oomc.runtime.optim import UpdateRule
 from oomc.runtime.pool import Countdown, Pool
-from oomc.runtime.slabs import HostSlab
+from oomc.runtime.slabs import Slab
+from oomc.runtime.updates import (
+    STAGES,
+    DeviceUpdates,
+    HostUpdates,
+    Job,
+    Ring,
+    Run,
+    StepCounts,
+    UpdateQueue,
+    Where,
+    bits,
+    chunk_bytes_of,
+    gradient_bits,
+    plan_chunks,
+)
 
-Mode = Literal["update", "accumulate"]
-_RUN_ALIGN = 512  # bytes: runs start on multiples of 128 elements, which blocks of state share
-
-
-@dataclass(frozen=True)
-class Run:
-    """Elements `[start, stop)` of gradient number `index`; they lie at byte `offset` of the chunk's buffer."""
-
-    index: int
-    start: int
-    stop: int
-    offset: int
-
-
-def plan_chunks(sizes: Sequence[int], dtypes: Sequence[torch.dtype], buffer_bytes: int) -> list[list[Run]]:
-    """Pack gradients of `sizes` elements into chunks of at most `buffer_bytes`, in order, one dtype a chunk."""
-    chunks: list[list[Run]] = []
-    used, last = buffer_bytes, None
-    for index, (size, dtype) in enumerate(zip(sizes, dtypes)):
-        start = 0
-        while start < size:
-            offset = -(-used // _RUN_ALIGN) * _RUN_ALIGN
-            if dtype != last or offset + dtype.itemsize > buffer_bytes:
-                chunks.append([])
-                offset, last = 0, dtype
-            stop = min(size, start + (buffer_bytes - offset) // dtype.itemsize)
-            chunks[-1].append(Run(index, start, stop, offset))
-            used = offset + (stop - start) * dtype.itemsize
-            start = stop
-    return chunks
-
-
-class StepCounts:
-    """What one step's gradients came to; final when the step's updates are done.
-
-    Attributes:
-        h2d_bytes, d2h_bytes: bytes copied each way, counted when the copies are asked for.
-        nonfinite: gradient elements that were applied and not finite.
-        updates: updates of slabs begun.
-    """
-
-    def __init__(self) -> None:
-        self.h2d_bytes = 0
-        self.d2h_bytes = 0
-        self.nonfinite = 0
-        self.updates = 0
-        self._lock = Lock()
-
-    def add_nonfinite(self, count: int) -> None:
-        """Count from any thread."""
-        if count:
-            with self._lock:
-                self.nonfinite += count
+Mode = Literal["update", "keep", "sum"]
 
 
 class GradientTicket:
     """Gradients that are leaving the device; holds them until `wait`, which must come before their memory is reused."""
 
-    def __init__(self, ticket: Ticket, gradients: list[torch.Tensor]) -> None:
+    def __init__(self, gradients: list[torch.Tensor], ticket: Ticket | None = None, job: Job | None = None) -> None:
+        self.job = job
         self._ticket = ticket
         self._gradients = gradients
 
     def wait(self) -> None:
-        """Make the current stream wait until they have left, and let go of them; LaneError if a copy failed."""
-        self._ticket.wait_on()
+        """Make the current stream wait until they have left, and let go of them; an error if that failed."""
+        if self._ticket is not None:
+            self._ticket.wait_on()
+        if self.job is not None:
+            self.job.wait_read()
         self._gradients.clear()
 
 
-class Ring:
-    """Host buffers of `buffer_bytes` each, at least two of them, registered with CUDA if `pin`."""
+@dataclass(frozen=True)
+class Clipping:
+    """How kept gradients are applied.
 
-    def __init__(self, ring_bytes: int, buffer_bytes: int, pin: bool) -> None:
-        self.count = max(2, ring_bytes // buffer_bytes)
-        self.buffer_bytes = buffer_bytes
-        self._memory = HostMemory(self.count * buffer_bytes, pin)
-        self._tensor = self._memory.tensor(torch.uint8, (self.count, buffer_bytes))
-        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for index in range(self.count):
-            self._free.put(index)
+    Attributes:
+        max_norm: the global norm is clipped to it, as by `torch.nn.utils.clip_grad_norm_`; None: it is not.
+        window: counts of the micro-batches that were summed, whose valid labels divide the sum.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory."""
-        return self._memory.nbytes
-
-    def take(self) -> int:
-        """Index of a free buffer; blocks until there is one."""
-        return self._free.get()
-
-    def give(self, index: int) -> None:
-        """Free buffer `index`; the order does not matter, since all are of one size."""
-        self._free.put(index)
-
-    def tensor(self, index: int, run: Run, dtype: torch.dtype) -> torch.Tensor:
-        """The run's place in buffer `index`."""
-        nbytes = (run.stop - run.start) * dtype.itemsize
-        return self._tensor[index, run.offset : run.offset + nbytes].view(dtype)
-
-    def array(self, index: int, run: Run, dtype: torch.dtype) -> Array:
-        """The same as int16 or int32 bits."""
-        bits = np.dtype(np.int16 if dtype == torch.bfloat16 else np.int32)
-        return self._memory.array(bits, index * self.buffer_bytes + run.offset, run.stop - run.start)
-
-    def poison(self, index: int, adversary: Adversary) -> None:
-        """Fill buffer `index` with NaN."""
-        adversary.poison(self._tensor[index])
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self._tensor = torch.empty(0, dtype=torch.uint8)
-        self._memory.close()
+    max_norm: float | None = None
+    window: tuple[StepCounts, ...] = ()
 
 
 class GradientSink:
@@ -148,11 +83,13 @@ class GradientSink:
     Args:
         rule: the optimizer.
         groups: index into the hyperparameters, for each trainable parameter's name.
-        pool: where updates run.
+        pool: where updates on the host run.
         lane: the d2h lane.
-        ring_bytes: host memory of the ring (two chunks at least).
-        chunk_elems: elements of bf16 in a chunk, half as many of fp32; 4 M suit both copies and kernels.
-        adversary: poisons freed ring buffers if given.
+        ring_bytes: host memory of the ring (three chunks at least).
+        chunk_elems: elements of bf16 in a chunk, half as many of fp32.
+        where: who updates slabs on the host.
+        adversary: delays, and poisons freed buffers, if given.
+        synchronous: no threads: every update is done when its call returns.
     """
 
     def __init__(
@@ -161,147 +98,343 @@ class GradientSink:
         groups: dict[str, int],
         pool: Pool,
         lane: Lane,
+        *,
         ring_bytes: int = 256 << 20,
         chunk_elems: int = 4 << 20,
+        where: Where = "host",
         adversary: Adversary | None = None,
+        synchronous: bool = False,
     ) -> None:
-        self._rule = rule
-        self._groups = groups
-        self._pool = pool
-        self._lane = lane
-        self._chunk_bytes = -(-2 * chunk_elems // _RUN_ALIGN) * _RUN_ALIGN
-        self.ring = Ring(ring_bytes, self._chunk_bytes, pin=lane.device.type == "cuda")
+        self._rule, self._groups, self._pool, self._lane = rule, groups, pool, lane
         self._adversary = adversary
-        self._hypers: tuple[Any, ...] = ()
+        self.chunk_bytes = chunk_bytes_of(chunk_elems)
+        self.ring = Ring(ring_bytes, self.chunk_bytes, pin=lane.device.type == "cuda")
+        self._queue = UpdateQueue(where)
+        self._host = HostUpdates(self.ring, pool, lane.device, adversary)
+        stages = 0 if where == "host" else STAGES
+        self._device = DeviceUpdates(rule.arrays, lane.device, self.chunk_bytes, stages, adversary)
+        self._synchronous = synchronous
+        self._threads: list[threading.Thread] = []
+        if not synchronous:
+            for worker in (self._host, self._device):
+                thread = threading.Thread(
+                    target=worker.work, args=(self._queue,), name=f"oomc-{type(worker).__name__}", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+            self._ender = weakref.finalize(self, self._queue.close)
         self.counts = StepCounts()
+        self._order: dict[str, int] = {}
+        self._squares: dict[str, list[tuple[Countdown | None, Any]]] = {}
+        self._on_device: dict[str, tuple[list[str], list[torch.Tensor], GradientTicket]] = {}
 
-    def begin_step(self, hypers: Sequence[Any], counts: StepCounts) -> None:
-        """From now on use `hypers` (a snapshot for each parameter group), and count in `counts`."""
-        self._hypers = tuple(hypers)
+    def begin_step(self, counts: StepCounts) -> None:
+        """From now on use the hyperparameters of `counts`, and count there."""
         self.counts = counts
 
-    def offload(self, slab: HostSlab, grads: Sequence[tuple[str, torch.Tensor | None]], mode: Mode) -> GradientTicket:
-        """Copy gradients off the device and apply them.
+    def used(self, slab: str) -> None:
+        """Note that the step uses this slab's weights now: updates are made in the order of first uses."""
+        self._order.setdefault(slab, len(self._order))
+
+    def set_where(self, where: Where) -> None:
+        """Change who updates slabs on the host; nothing may be under way."""
+        if where != self._queue.where:
+            assert not (where != "host" and self._queue.where == "host"), "there is no staging memory on the device"
+            self._queue.where = where
+
+    def offload(self, slab: Slab, grads: Sequence[tuple[str, torch.Tensor | None]], mode: Mode) -> GradientTicket:
+        """Take gradients of a slab.
 
         Args:
             slab: the parameters' slab.
             grads: names of trainable parameters with their gradients: bf16 or fp32, of the parameter's shape, on the
                 device; best contiguous, since one that is not is made so here, on the device. None leaves the parameter
                 and its state as they are, as in torch.
-            mode: "update" the parameters, or "accumulate" in fp32 until `update_accumulated`.
+            mode: "update" with them, "keep" them or add them to a "sum" until `apply_kept` or `update_sum`.
         """
+        self.counts.offloads += 1
         names = [name for name, grad in grads if grad is not None]
         flat = [grad.detach().contiguous().view(-1) for _, grad in grads if grad is not None]
+        if not slab.on_device:
+            self.counts.d2h_bytes += sum(grad.nbytes for grad in flat)
+        if mode == "update":
+            job = self._job(slab, names, flat)
+            self._start([job], self.counts)
+            return GradientTicket(flat, job=job)
+        if mode == "sum":
+            return GradientTicket(flat, self._sum(slab, names, flat))
+        if slab.on_device:
+            return self._keep_on_device(slab, names, flat)
+        return GradientTicket(flat, self._keep(slab, names, flat))
+
+    def update_sum(self, slab: Slab) -> None:
+        """Update a slab with what was summed for it in this step."""
+        job = self._kept_job(slab)
+        if job is not None:
+            self._start([job], self.counts)
+
+    def apply_kept(self, slabs: Iterable[Slab], clipping: Clipping) -> None:
+        """Update with all that was kept or summed, once its norm is known; nothing if there are no valid labels, or
+        the norm is not finite. The counts of this step tell which."""
+        counts, window = self.counts, clipping.window
+        kept = {slab.name: (slab, slab.pending()) for slab in slabs}
+        squares, self._squares = self._squares, {}
+        jobs, summed = [], []
+        for slab, _ in kept.values():
+            if slab.kept is not None and slab.kept.wide and slab.kept.names:
+                summed.append((slab, sorted(slab.kept.names)))
+            job = self._kept_job(slab)
+            if job is not None:
+                jobs.append(job)
+        jobs.sort(key=lambda job: job.order)
+
+        def decide() -> None:
+            for _, pending in kept.values():
+                for countdown in pending:
+                    countdown.wait()
+            total = math.fsum(value for parts in squares.values() for value in _values(parts))
+            total += math.fsum(self._square_sums(slab, names) for slab, names in summed)
+            valid = _valid(window) if window else None
+            share = 1.0 if not window else 1.0 / len(window) if valid is None else 1.0 / valid if valid else 0.0
+            norm = math.sqrt(total) * share if math.isfinite(total) else math.nan
+            counts.grad_norm = norm
+            if valid == 0 or (not window and counts.valid == 0):
+                counts.skipped = "no valid labels"
+            elif not math.isfinite(norm):
+                counts.skipped = "the gradient is not finite"
+            factor = share
+            if clipping.max_norm is not None:
+                factor *= min(1.0, clipping.max_norm / (norm + 1e-6))
+            for job in jobs:
+                if counts.skipped:
+                    job.skip()
+                else:
+                    self._begin(job, counts, factor)
+            counts.decided.set()
+
+        def failed(error: BaseException) -> None:
+            for job in jobs:
+                job.fail(error)
+            counts.decided.set()
+
+        counts.updates += len(jobs)
+        self._lane.submit(decide, mark(self._lane.device), failed)
+
+    def drop_kept(self, slabs: Iterable[Slab]) -> None:
+        """Forget what was kept or summed and not applied; the lanes must be idle."""
+        self._squares.clear()
+        self._on_device.clear()
+        for slab in slabs:
+            if slab.kept is not None:
+                slab.kept.names.clear()
+
+    def close(self) -> None:
+        """End the threads and give the ring back; the lane must be closed."""
+        if self._threads:
+            self._ender()
+            for thread in self._threads:
+                thread.join()
+        self._device.close()
+        self.ring.close()
+
+    # -- updates --------------------------------------------------------------------------------------------------
+
+    def _job(self, slab: Slab, names: list[str], flat: list[torch.Tensor], kept: bool = False) -> Job:
+        order = self._order.get(slab.name, len(self._order))
+        return Job(slab, names, flat, self.chunk_bytes, order, kept)
+
+    def _kept_job(self, slab: Slab) -> Job | None:
+        """The update with what a slab has kept or summed; the memory is free for new gradients once it is done."""
+        if slab.name in self._on_device:
+            names, flat, ticket = self._on_device.pop(slab.name)
+            ticket.job = self._job(slab, names, flat)
+            return ticket.job
+        if slab.kept is None or not slab.kept.names:
+            return None
         ranges = slab.layout.gradient_ranges
-        for name, grad in zip(names, flat):
-            start, stop = ranges[name]
-            assert grad.numel() == stop - start, f"gradient of {name}: {grad.numel()} elements, not {stop - start}"
-            assert grad.dtype in (torch.bfloat16, torch.float32), f"gradient of {name} is {grad.dtype}"
-        starts = [ranges[name][0] for name in names]
-        dtypes = [grad.dtype for grad in flat]
-        apply = self._updates(slab, names, starts) if mode == "update" else _accumulations(slab, names, starts)
-        chunks = plan_chunks([grad.numel() for grad in flat], dtypes, self._chunk_bytes)
-        self.counts.d2h_bytes += sum(grad.nbytes for grad in flat)
-        earlier, countdown = slab.pending(names), Countdown(len(chunks))
+        names = [name for name in ranges if name in slab.kept.names]
+        flat = [slab.kept.tensor(*ranges[name]) for name in names]
+        slab.kept.names.clear()
+        return self._job(slab, names, flat, kept=True)
+
+    def _start(self, jobs: list[Job], counts: StepCounts) -> None:
+        """Update as soon as all that compute has been told so far is done."""
+        counts.updates += len(jobs)
+        computed = mark(self._lane.device, blocking=True)
+
+        def begin() -> None:
+            # the host waits, so that whoever takes a chunk finds its gradient there and does not wait with it
+            if computed is not None:
+                computed.synchronize()
+            for job in jobs:
+                if counts.valid == 0:
+                    counts.skipped = "no valid labels"
+                    job.skip()
+                else:
+                    self._begin(job, counts, 1.0)
+
+        def failed(error: BaseException) -> None:
+            for job in jobs:
+                job.fail(error)
+
+        # by way of the lane, which brings the sums that a job may wait for, and the count of valid labels
+        self._lane.submit(begin, on_error=failed)
+
+    def _begin(self, job: Job, counts: StepCounts, factor: float) -> None:
+        job.wait_earlier()
+        job.begin(self._rule, counts.hypers, self._groups, factor)
+        if not self._synchronous:
+            self._queue.put(job, counts)
+            return
+        device = job.slab.on_device or self._queue.where == "device"
+        for chunk in (*job.small, *job.large):
+            if device:
+                self._device.issue(job, chunk, counts)
+                self._device.land()
+            else:
+                self._host.issue(job, chunk, counts)
+
+    # -- keeping --------------------------------------------------------------------------------------------------
+
+    def _keep(self, slab: Slab, names: list[str], flat: list[torch.Tensor]) -> Ticket:
+        """Copy gradients into the slab's own memory, and sum up their squares."""
+        kept = slab.keep_gradients(wide=False)
+        if kept.wide:
+            return self._sum(slab, names, flat)
+        earlier = slab.pending(names)
+        kept.names.update(names)
+        ranges = slab.layout.gradient_ranges
+        targets = [kept.tensor(*ranges[name]) for name in names]
+        chunks = plan_chunks([t.numel() for t in targets], [t.dtype for t in targets], self.chunk_bytes)
+        values = [0.0] * len(chunks)
+        countdown = Countdown(len(chunks))
         slab.add_pending(names, countdown)
+        self._squares.setdefault(slab.name, []).append((countdown, values))
+
+        def square(index: int, copied: Any) -> None:
+            if copied is not None:
+                copied.synchronize()
+            runs = chunks[index]
+            values[index] = math.fsum(
+                sum_of_squares(gradient_bits(targets[r.index][r.start : r.stop])) for r in runs
+            )  # fmt: skip
 
         def copy(held: list[torch.Tensor]) -> None:
             for other in earlier:
                 other.wait()
-            for chunk in chunks:
-                buffer = self.ring.take()
+            for index, chunk in enumerate(chunks):
                 for run in chunk:
-                    target = self.ring.tensor(buffer, run, dtypes[run.index])
-                    target.copy_(held[run.index][run.start : run.stop], non_blocking=True)
-                copied = mark(self._lane.device, blocking=True)
-                self._pool.submit(partial(self._apply, chunk, dtypes, buffer, copied, apply), countdown)
+                    target, source = targets[run.index], held[run.index]
+                    target[run.start : run.stop].copy_(source[run.start : run.stop], non_blocking=True)
+                self._pool.submit(partial(square, index, mark(self._lane.device, blocking=True)), countdown)
 
-        ticket = self._lane.submit(partial(copy, list(flat)), mark(self._lane.device), countdown.fail)
-        return GradientTicket(ticket, flat)
+        return self._lane.submit(partial(copy, list(flat)), mark(self._lane.device), countdown.fail)
 
-    def update_accumulated(self, slab: HostSlab, factor: float = 1.0) -> None:
-        """Update what has been accumulated in `slab`, times `factor`; the next accumulation starts afresh."""
+    def _keep_on_device(self, slab: Slab, names: list[str], flat: list[torch.Tensor]) -> GradientTicket:
+        assert slab.name not in self._on_device, f"{slab.name}: gradients of the step before were not applied"
+        squares: list[torch.Tensor] = []
+
+        def square(held: list[torch.Tensor]) -> None:
+            squares.extend(_squares_of(gradient) for gradient in held)
+
+        issued = self._lane.submit(partial(square, list(flat)), mark(self._lane.device))
+        self._squares.setdefault(slab.name, []).append((None, squares))
+        ticket = GradientTicket(flat, issued)
+        self._on_device[slab.name] = (names, flat, ticket)
+        return ticket
+
+    def _sum(self, slab: Slab, names: list[str], flat: list[torch.Tensor]) -> Ticket:
+        """Add gradients, times the batch's valid labels, to the slab's sums."""
+        kept, counts = slab.keep_gradients(wide=True), self.counts
+        fresh = [name not in kept.names for name in names]
+        kept.names.update(names)
         ranges = slab.layout.gradient_ranges
-        names = [name for name in ranges if name in slab.accumulated]
-        slab.accumulated.clear()
-        starts = [ranges[name][0] for name in names]
-        sizes = [ranges[name][1] - ranges[name][0] for name in names]
-        apply = self._updates(slab, names, starts, factor)
-        # no buffer is used: the chunks only divide the work
-        chunks = plan_chunks(sizes, [torch.float32] * len(names), 2 * self._chunk_bytes)
+        targets = [kept.tensor(*ranges[name]) for name in names]
+        chunks = plan_chunks([g.numel() for g in flat], [g.dtype for g in flat], self.chunk_bytes)
         earlier, countdown = slab.pending(names), Countdown(len(chunks))
         slab.add_pending(names, countdown)
-        gradient = slab.accumulator_array.view(np.int32)
 
-        def update(chunk: list[Run]) -> None:
-            for run in chunk:
-                start = starts[run.index]
-                apply(run, gradient[start + run.start : start + run.stop])
+        def add(chunk: list[Run], gradients: list[torch.Tensor], buffer: int, copied: Any, weight: float) -> None:
+            try:
+                if copied is not None:
+                    copied.synchronize()
+                for run, gradient in zip(chunk, gradients):
+                    total = bits(targets[run.index][run.start : run.stop])
+                    accumulate(total, gradient_bits(gradient), fresh[run.index], weight)
+            finally:
+                self.ring.give(buffer, self._adversary)
 
-        def submit() -> None:
+        def copy(held: list[torch.Tensor]) -> None:
             for other in earlier:
                 other.wait()
+            weight = counts.weight
             for chunk in chunks:
-                self._pool.submit(partial(update, chunk), countdown)
+                if slab.on_device:
+                    for run in chunk:
+                        _accumulate_on_device(
+                            targets[run.index][run.start : run.stop], held[run.index][run.start : run.stop],
+                            fresh[run.index], weight,
+                        )  # fmt: skip
+                    countdown.part_done()
+                    continue
+                buffer = self.ring.take()
+                gradients = []
+                for run in chunk:
+                    source = held[run.index][run.start : run.stop]
+                    gradients.append(self.ring.tensor(buffer, run, source.dtype))
+                    gradients[-1].copy_(source, non_blocking=True)
+                copied = mark(self._lane.device, blocking=True)
+                self._pool.submit(partial(add, chunk, gradients, buffer, copied, weight), countdown)
 
-        # by way of the lane, which brings the accumulations that this must wait for
-        self._lane.submit(submit, on_error=countdown.fail)
+        return self._lane.submit(partial(copy, list(flat)), mark(self._lane.device), countdown.fail)
 
-    def close(self) -> None:
-        """Give the ring back."""
-        self.ring.close()
+    def _square_sums(self, slab: Slab, names: list[str]) -> float:
+        """The sum of the squares of a slab's sums."""
+        assert slab.kept is not None
+        ranges = slab.layout.gradient_ranges
+        targets = [slab.kept.tensor(*ranges[name]) for name in names]
+        if slab.on_device:
+            return math.fsum(float(_squares_of(target)) for target in targets)
+        chunks = plan_chunks([t.numel() for t in targets], [t.dtype for t in targets], self.chunk_bytes)
+        values, countdown = [0.0] * len(chunks), Countdown(len(chunks))
 
-    def _updates(
-        self, slab: HostSlab, names: Iterable[str], starts: Sequence[int], factor: float = 1.0
-    ) -> Callable[[Run, Array], None]:
-        rule, counts, constants = self._rule, self.counts, []
-        slab.add_state(rule.arrays)
-        counts.updates += 1
-        for name in names:
-            slab.steps[name] += 1
-            constants.append(rule.constants(self._hypers[self._groups[name]], slab.steps[name], salt_of(name)))
-        split_stop = slab.layout.bf16.elements
-        states = [(array, slab.state_arrays[array.name]) for array in rule.arrays]
-        hi, lo_all, fp32 = slab.hi_array, slab.lo_array, slab.fp32_array
+        def square(index: int) -> None:
+            values[index] = math.fsum(
+                sum_of_squares(gradient_bits(targets[r.index][r.start : r.stop])) for r in chunks[index]
+            )  # fmt: skip
 
-        def apply(run: Run, gradient: Array) -> None:
-            start, stop = starts[run.index] + run.start, starts[run.index] + run.stop
-            if start < split_stop:
-                weights, lo = hi[start:stop], lo_all[start:stop]
-            else:
-                weights, lo = fp32[start - split_stop : stop - split_stop], None
-            state = tuple(memory[array.span(start, stop)] for array, memory in states)
-            counts.add_nonfinite(rule.update(weights, lo, state, gradient, factor, constants[run.index], run.start))
-
-        return apply
-
-    def _apply(
-        self,
-        chunk: list[Run],
-        dtypes: list[torch.dtype],
-        buffer: int,
-        copied: Mark,
-        apply: Callable[[Run, Array], None],
-    ) -> None:
-        try:
-            if copied is not None:
-                copied.synchronize()
-            for run in chunk:
-                apply(run, self.ring.array(buffer, run, dtypes[run.index]))
-        finally:
-            if self._adversary is not None:
-                self.ring.poison(buffer, self._adversary)
-            self.ring.give(buffer)
+        for index in range(len(chunks)):
+            self._pool.submit(partial(square, index), countdown)
+        countdown.wait()
+        return math.fsum(values)
 
 
-def _accumulations(slab: HostSlab, names: Sequence[str], starts: Sequence[int]) -> Callable[[Run, Array], None]:
-    slab.add_accumulator()
-    fresh = [name not in slab.accumulated for name in names]
-    slab.accumulated.update(names)
-    total = slab.accumulator_array
+def _valid(window: Sequence[StepCounts]) -> float | None:
+    """Valid labels of a window of micro-batches; None where one has no count."""
+    known = [counts.valid for counts in window if counts.valid is not None]
+    return sum(known) if len(known) == len(window) else None
 
-    def apply(run: Run, gradient: Array) -> None:
-        start = starts[run.index]
-        accumulate(total[start + run.start : start + run.stop], gradient, fresh[run.index])
 
-    return apply
+def _values(parts: list[tuple[Countdown | None, Any]]) -> Iterable[float]:
+    for countdown, values in parts:
+        if countdown is not None:
+            countdown.wait()
+        yield from (float(value) for value in values)
+
+
+def _squares_of(gradient: torch.Tensor) -> torch.Tensor:
+    """The fp64 sum of squares, where the gradient is."""
+    if gradient.device.type != "cuda":
+        return torch.tensor(sum_of_squares(gradient_bits(gradient)), dtype=torch.float64)
+    from oomc.runtime.triton_kernels import sum_of_squares_cuda
+
+    return sum_of_squares_cuda(gradient)
+
+
+def _accumulate_on_device(total: torch.Tensor, gradient: torch.Tensor, fresh: bool, weight: float) -> None:
+    if gradient.device.type != "cuda":
+        accumulate(bits(total), gradient_bits(gradient), fresh, weight)
+        return
+    from oomc.runtime.triton_kernels import accumulate_cuda
+
+    accumulate_cuda(total, gradient, fresh, weight)

@@ -167,10 +167,9 @@ class SlabLayout:
         """Bytes beside the weights: `lo` for bf16, and the optimizer's arrays for all that is trained."""
         return 2 * self.bf16.elements + sum(a.dtype.itemsize * a.elements(self.state_elements) for a in arrays)
 
-    @property
-    def accumulator_bytes(self) -> int:
-        """Bytes of the fp32 gradient accumulator, if the slab needs one."""
-        return 4 * self.state_elements
+    def gradient_bytes(self, wide: bool) -> int:
+        """Bytes of one gradient of each trained parameter: fp32 if `wide`, else of the parameter's dtype."""
+        return (4 if wide else 2) * self.bf16.elements + 4 * self.fp32.elements
 
     @property
     def gradient_ranges(self) -> dict[str, tuple[int, int]]:

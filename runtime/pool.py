@@ -6,10 +6,12 @@ there is: neither OMP_NUM_THREADS nor numba's own threads have a say.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import os
 import threading
+import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from oomc.runtime.chaos import Adversary, attempt
@@ -49,6 +51,10 @@ class Countdown:
             if self._left == 0:
                 self._done.set()
 
+    def finish(self) -> None:
+        """End now, without an error; parts that still report are ignored."""
+        self._done.set()
+
     def fail(self, error: BaseException) -> None:
         """End now, with an error; parts that still report are ignored."""
         with self._lock:
@@ -67,6 +73,21 @@ class Countdown:
             raise RuntimeError("a task on the host's worker threads failed") from self._error
 
 
+class _Tasks:
+    """What the threads of a pool share: a heap of tasks, smallest priority first, in order of submission within one."""
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[int, int, Callable[[], None], Countdown]] = []
+        self.numbers = itertools.count()
+        self.changed = threading.Condition()
+        self.closed = False
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+
 class Pool:
     """Worker threads for short tasks that release the GIL.
 
@@ -80,25 +101,50 @@ class Pool:
         self, workers: int | None = None, adversary: Adversary | None = None, synchronous: bool = False
     ) -> None:
         self.workers = physical_cores() if workers is None else workers
-        self._adversary = adversary
-        self._threads = None if synchronous else ThreadPoolExecutor(self.workers, thread_name_prefix="oomc-host")
+        self._tasks = _Tasks()
+        self._threads: list[threading.Thread] = []
+        if not synchronous:
+            for index in range(self.workers):
+                thread = threading.Thread(
+                    target=_work, args=(self._tasks, adversary), name=f"oomc-host-{index}", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+            # the threads know only the tasks, so that a pool that nobody holds any more is collected, and ends them
+            self._ender = weakref.finalize(self, self._tasks.close)
 
-    def submit(self, task: Callable[[], None], countdown: Countdown) -> None:
-        """Run `task` on a worker, in the order of submission as workers become free, then count down."""
-        if self._threads is None:
-            _run(task, countdown, None)
-        else:
-            self._threads.submit(_run, task, countdown, self._adversary)
+    def submit(self, task: Callable[[], None], countdown: Countdown, priority: int = 0) -> None:
+        """Run `task` on a worker, the smallest `priority` first and then in order of submission; then count down."""
+        if not self._threads:
+            _run(task, countdown)
+            return
+        with self._tasks.changed:
+            heapq.heappush(self._tasks.heap, (priority, next(self._tasks.numbers), task, countdown))
+            self._tasks.changed.notify()
 
     def close(self) -> None:
         """Finish what was submitted and end the threads."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=True)
+        if self._threads:
+            self._ender()
+            for thread in self._threads:
+                thread.join()
 
 
-def _run(task: Callable[[], None], countdown: Countdown, adversary: Adversary | None) -> None:
-    if adversary is not None:
-        adversary.delay()
+def _work(tasks: _Tasks, adversary: Adversary | None) -> None:
+    while True:
+        with tasks.changed:
+            while not tasks.heap and not tasks.closed:
+                tasks.changed.wait()
+            if not tasks.heap:
+                return
+            item = heapq.heappop(tasks.heap)
+        if adversary is not None:
+            adversary.delay()
+        _run(item[2], item[3])
+        del item  # a thread's last locals would keep the task's memory alive until the next one comes
+
+
+def _run(task: Callable[[], None], countdown: Countdown) -> None:
     error = attempt(task)
     if error is None:
         countdown.part_done()

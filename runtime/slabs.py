@@ -1,90 +1,132 @@
-"""The host slab: a block's weights with their exact masters and optimizer state."""
+"""Slabs: a block's weights with their exact masters and optimizer state, on the host or on the device."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from oomc.runtime.kernels import join_master, split_master
 from oomc.runtime.layout import Place, SlabLayout, StateArray
-from oomc.runtime.memory import Array, HostMemory
+from oomc.runtime.memory import HostMemory
 from oomc.runtime.pool import Countdown
 
 _PIECE = 1 << 20  # elements converted at a time when weights are loaded, so that temporaries stay small
 
+Part = tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]]
+"""Of some elements: weights (int16 `hi` or fp32), `lo` (or None beside fp32), and each of the optimizer's arrays."""
 
-class HostSlab:
-    """A block's weights on the host and, for those that are trained, the exact master and the optimizer's state.
+
+class KeptGradients:
+    """One gradient for every trained parameter of a slab, in state order, kept until it is applied.
+
+    Attributes:
+        wide: fp32 throughout; else each gradient is of its parameter's dtype.
+        names: parameters that have a gradient in it.
+    """
+
+    def __init__(self, layout: SlabLayout, wide: bool, memory: torch.Tensor) -> None:
+        narrow = memory.numel() - 4 * layout.fp32.elements
+        self.wide, self.memory = wide, memory
+        self.names: set[str] = set()
+        self._split = layout.bf16.elements
+        self._bf16 = memory[:narrow].view(torch.float32 if wide else torch.bfloat16)
+        self._fp32 = memory[narrow:].view(torch.float32)
+
+    def tensor(self, start: int, stop: int) -> torch.Tensor:
+        """State elements `[start, stop)`, which belong to one parameter."""
+        if start < self._split:
+            return self._bf16[start:stop]
+        return self._fp32[start - self._split : stop - self._split]
+
+
+class Slab(ABC):
+    """A block's weights and, for those that are trained, the exact master and the optimizer's state.
 
     A bf16 parameter's master is `(hi << 16) + lo`: `hi` are the weights themselves, `lo` is kept beside them. An fp32
     parameter is its own master.
 
     Attributes:
         layout: where what lies.
-        weights: uint8 [weight_bytes], registered with CUDA if `pin`; what a fetch copies.
+        weights: uint8 [weight_bytes].
         lo: int16 [layout.bf16.elements].
         state: the optimizer's arrays by name, from `add_state`; element `e // block` belongs to state element `e`.
         steps: for each trainable parameter, how many updates it has had (as torch's per-parameter `step`).
-        accumulator: fp32 [layout.state_elements], from `add_accumulator`.
-        accumulated: parameters that have a gradient in the accumulator.
+        kept: gradients that wait for their update, from `keep_gradients`.
+        on_device: where all of it is.
     """
 
-    def __init__(self, layout: SlabLayout, pin: bool = False) -> None:
+    on_device: bool
+    weights: torch.Tensor
+    lo: torch.Tensor
+
+    def __init__(self, layout: SlabLayout) -> None:
         self.layout = layout
-        self._weights = HostMemory(layout.weight_bytes, pin)
-        self._beside: dict[str, HostMemory] = {"lo": HostMemory(2 * layout.bf16.elements)}
-        self.weights = self._weights.tensor(torch.uint8, (layout.weight_bytes,))
-        self.lo = self._beside["lo"].tensor(torch.int16, (layout.bf16.elements,))
         self.state: dict[str, torch.Tensor] = {}
-        self.accumulator: torch.Tensor | None = None
-        self.accumulated: set[str] = set()
+        self.kept: KeptGradients | None = None
         self.steps = dict.fromkeys(layout.gradient_ranges, 0)
-        # the same memory for the kernels, which take numpy arrays
-        self.hi_array = self._weights.array(np.dtype(np.int16), 0, layout.bf16.elements)
-        self.fp32_array = self._weights.array(np.dtype(np.float32), layout.fp32.start, layout.fp32.elements)
-        self.lo_array = self._beside["lo"].array(np.dtype(np.int16), 0, layout.bf16.elements)
-        self.state_arrays: dict[str, Array] = {}
-        self.accumulator_array = np.empty(0, np.float32)
         self._pending: list[tuple[frozenset[str], Countdown]] = []
+
+    @abstractmethod
+    def _allocate(self, name: str, dtype: torch.dtype, elements: int) -> torch.Tensor:
+        """Zeroed memory; it replaces what was allocated under this name before."""
+
+    @abstractmethod
+    def _free(self, name: str) -> None:
+        """Give the memory of this name back."""
+
+    @abstractmethod
+    def param(self, name: str) -> torch.Tensor:
+        """Parameter `name` over the slab's weights, of its shape and dtype, with a storage of its own."""
+
+    @abstractmethod
+    def _split(self, values: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor) -> None:
+        """Split fp32 `values` into `hi` and `lo`."""
+
+    @abstractmethod
+    def _join(self, hi: torch.Tensor, lo: torch.Tensor, values: torch.Tensor) -> None:
+        """The inverse of `_split`, exact."""
 
     @property
     def name(self) -> str:
         """The layout's name."""
         return self.layout.name
 
-    @property
-    def pinned(self) -> bool:
-        """Whether the weights are registered with CUDA."""
-        return self._weights.pinned
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes taken now: weights, `lo`, state, accumulator."""
-        return self._weights.nbytes + sum(memory.nbytes for memory in self._beside.values())
-
     def add_state(self, arrays: Sequence[StateArray]) -> None:
         """Allocate the optimizer's state arrays that are not there yet, zeroed."""
         for array in arrays:
             if array.name not in self.state:
                 elements = array.elements(self.layout.state_elements)
-                memory = self._beside[array.name] = HostMemory(array.dtype.itemsize * elements)
-                self.state[array.name] = memory.tensor(array.dtype, (elements,))
-                self.state_arrays[array.name] = memory.array(array.bits, 0, elements)
+                self.state[array.name] = self._allocate(array.name, array.dtype, elements)
 
-    def add_accumulator(self) -> None:
-        """Allocate the gradient accumulator if it is not there yet."""
-        if self.accumulator is None:
-            elements = self.layout.state_elements
-            memory = self._beside["accumulator"] = HostMemory(4 * elements)
-            self.accumulator = memory.tensor(torch.float32, (elements,))
-            self.accumulator_array = memory.array(np.dtype(np.float32), 0, elements)
+    def keep_gradients(self, wide: bool) -> KeptGradients:
+        """Allocate memory for a gradient of every trained parameter: fp32 if `wide`, else of the parameter's dtype.
 
-    def param(self, name: str) -> torch.Tensor:
-        """Parameter `name` over the slab's weights, of its shape and dtype, with a storage of its own."""
-        place = self.layout.place(name)
-        return self._weights.tensor(place.spec.dtype, place.spec.shape, place.offset)
+        Narrow memory that is there and empty makes room for wide memory; wide memory serves both.
+        """
+        if self.kept is None or (wide and not self.kept.wide):
+            self.drop_gradients()
+            memory = self._allocate("gradients", torch.uint8, self.layout.gradient_bytes(wide))
+            self.kept = KeptGradients(self.layout, wide, memory)
+        return self.kept
+
+    def drop_gradients(self) -> None:
+        """Give the memory for gradients back; there must be none in it."""
+        if self.kept is not None:
+            assert not self.kept.names, f"slab {self.name}: gradients that wait for an update would be lost"
+            self.kept = None
+            self._free("gradients")
+
+    def part(self, arrays: Sequence[StateArray], start: int, stop: int) -> Part:
+        """State elements `[start, stop)`, which belong to one parameter, as views."""
+        lay = self.layout
+        state = tuple(self.state[array.name][array.span(start, stop)] for array in arrays)
+        if start < lay.bf16.elements:
+            return self.weights[2 * start : 2 * stop].view(torch.int16), self.lo[start:stop], state
+        first = lay.fp32.start + 4 * (start - lay.bf16.elements)
+        return self.weights[first : first + 4 * (stop - start)].view(torch.float32), None, state
 
     def load(self, name: str, value: torch.Tensor) -> None:
         """Set parameter `name` and its master; optimizer state is left as it is.
@@ -107,25 +149,36 @@ class HostSlab:
             if place.state_start < 0 or place.spec.dtype == torch.float32:
                 target[start : start + _PIECE].copy_(piece)
             else:
-                master = piece.to("cpu", torch.float32).numpy()
-                span = self._state_span(place, start, len(master))
-                split_master(master, self.hi_array[span], self.lo_array[span])
+                weights, lo, _ = self.part((), *_span(place, start, piece.numel()))
+                assert lo is not None
+                self._split(piece.to(lo.device, torch.float32), weights, lo)
 
     def master(self, name: str) -> torch.Tensor:
-        """The exact fp32 master of trainable parameter `name`, a new tensor of its shape."""
+        """The exact fp32 master of trainable parameter `name`, a new tensor of its shape, where the slab is."""
         place = self.layout.place(name)
         assert place.state_start >= 0, f"parameter {name} is frozen and has no master"
         self.wait_updated()
-        if place.spec.dtype == torch.float32:
-            return self.param(name).clone()
-        master = torch.empty(place.spec.shape, dtype=torch.float32)
-        span = self._state_span(place, 0, place.spec.numel)
-        join_master(self.hi_array[span], self.lo_array[span], master.view(-1).numpy())
+        if place.spec.dtype == torch.float32 or not place.spec.numel:
+            return self.param(name).float().clone()
+        master = torch.empty(place.spec.shape, dtype=torch.float32, device=self.lo.device)
+        weights, lo, _ = self.part((), *_span(place, 0, place.spec.numel))
+        assert lo is not None
+        self._join(weights, lo, master.view(-1))
         return master
 
-    @staticmethod
-    def _state_span(place: Place, start: int, count: int) -> slice:
-        return slice(place.state_start + start, place.state_start + start + count)
+    def copy_from(self, other: Slab) -> None:
+        """Take over all that another slab of the same layout holds."""
+        other.wait_updated()
+        self.weights.copy_(other.weights)
+        self.lo.copy_(other.lo)
+        for name, array in other.state.items():
+            self.state[name].copy_(array)
+        self.steps.update(other.steps)
+        if other.kept is not None and other.kept.names:
+            kept = self.keep_gradients(other.kept.wide)
+            kept.memory.copy_(other.kept.memory)
+            kept.names.update(other.kept.names)
+            other.kept.names.clear()
 
     def add_pending(self, names: Iterable[str], countdown: Countdown) -> None:
         """Note that updates (or accumulations) of `names` are under way until `countdown` is done."""
@@ -137,6 +190,10 @@ class HostSlab:
         wanted = None if names is None else frozenset(names)
         return [c for n, c in self._pending if not c.succeeded() and (wanted is None or n & wanted)]
 
+    def forget_pending(self) -> None:
+        """Forget what failed, after the whole state has been loaded anew."""
+        self._pending.clear()
+
     def wait_updated(self) -> None:
         """Block until nothing is under way; RuntimeError if an update failed."""
         for countdown in self.pending():
@@ -144,13 +201,102 @@ class HostSlab:
 
     def close(self) -> None:
         """Give the memory back: state at once, the weights when no parameter aliases them any more."""
-        self._weights.close()
-        for memory in self._beside.values():
-            memory.close()
-        self._beside.clear()
+        for name in (*self.state, *(["gradients"] if self.kept is not None else []), "lo"):
+            self._free(name)
         self.state.clear()
-        self.state_arrays.clear()
-        self.accumulator = None
-        self.weights, self.lo = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.int16)
-        self.hi_array = self.lo_array = np.empty(0, np.int16)
-        self.fp32_array = self.accumulator_array = np.empty(0, np.float32)
+        self.kept = None
+        device = self.weights.device
+        self.weights = torch.empty(0, dtype=torch.uint8, device=device)
+        self.lo = torch.empty(0, dtype=torch.int16, device=device)
+
+
+class HostSlab(Slab):
+    """A slab in host memory.
+
+    Args:
+        layout: where what lies.
+        pin: register the weights and kept gradients with CUDA: what copies of whole slabs use.
+        pin_state: register `lo` and the state too: for updates on the device with the state streamed through.
+    """
+
+    on_device = False
+
+    def __init__(self, layout: SlabLayout, pin: bool = False, pin_state: bool = False) -> None:
+        super().__init__(layout)
+        self._pin, self._pin_state = pin, pin_state
+        self._memory: dict[str, HostMemory] = {}
+        self.weights = self._allocate("weights", torch.uint8, layout.weight_bytes)
+        self.lo = self._allocate("lo", torch.int16, layout.bf16.elements)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the weights are registered with CUDA."""
+        return self._memory["weights"].pinned
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes taken now: weights, `lo`, state, kept gradients."""
+        return sum(memory.nbytes for memory in self._memory.values())
+
+    def param(self, name: str) -> torch.Tensor:
+        """Parameter `name` over the slab's weights, of its shape and dtype, with a storage of its own."""
+        place = self.layout.place(name)
+        return self._memory["weights"].tensor(place.spec.dtype, place.spec.shape, place.offset)
+
+    def _allocate(self, name: str, dtype: torch.dtype, elements: int) -> torch.Tensor:
+        pin = self._pin if name in ("weights", "gradients") else self._pin_state
+        self._memory[name] = HostMemory(dtype.itemsize * elements, pin)
+        return self._memory[name].tensor(dtype, (elements,))
+
+    def _free(self, name: str) -> None:
+        self._memory.pop(name).close()
+
+    def _split(self, values: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor) -> None:
+        split_master(values.numpy(), hi.numpy(), lo.numpy())
+
+    def _join(self, hi: torch.Tensor, lo: torch.Tensor, values: torch.Tensor) -> None:
+        join_master(hi.numpy(), lo.numpy(), values.numpy())
+
+    def close(self) -> None:
+        """Give the memory back: state at once, the weights when no parameter aliases them any more."""
+        super().close()
+        self._memory.pop("weights").close()
+
+
+class DeviceSlab(Slab):
+    """A slab in device memory, 12 bytes a parameter there and none on the host; it is never fetched."""
+
+    on_device = True
+
+    def __init__(self, layout: SlabLayout, device: torch.device) -> None:
+        super().__init__(layout)
+        self._device = device
+        self.weights = self._allocate("weights", torch.uint8, layout.weight_bytes)
+        self.lo = self._allocate("lo", torch.int16, layout.bf16.elements)
+
+    def param(self, name: str) -> torch.Tensor:
+        """Parameter `name` over the slab's weights, of its shape and dtype, with a storage of its own."""
+        place = self.layout.place(name)
+        view = self.weights[place.offset : place.offset + place.spec.nbytes].view(place.spec.dtype)
+        # a view would share the slab's storage, and whoever looks at storages would take all parameters for tied
+        return from_dlpack(view).view(place.spec.shape) if place.spec.numel else view.view(place.spec.shape)
+
+    def _allocate(self, name: str, dtype: torch.dtype, elements: int) -> torch.Tensor:
+        return torch.zeros(elements, dtype=dtype, device=self._device)
+
+    def _free(self, name: str) -> None:
+        """Nothing but the tensor holds the memory."""
+
+    def _split(self, values: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor) -> None:
+        bits = values.view(torch.int32)
+        rounded = ((bits.to(torch.int64) + 0x8000) >> 16).to(torch.int16)
+        nan = values.isnan()
+        hi.copy_(torch.where(nan, 0x7FC0, rounded))
+        lo.copy_(torch.where(nan, 0, bits.to(torch.int16)))
+
+    def _join(self, hi: torch.Tensor, lo: torch.Tensor, values: torch.Tensor) -> None:
+        values.view(torch.int32).copy_((hi.to(torch.int32) << 16) + lo.to(torch.int32))
+
+
+def _span(place: Place, start: int, count: int) -> tuple[int, int]:
+    return place.state_start + start, place.state_start + start + count

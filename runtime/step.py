@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from oomc.runtime.compute import run_chunks
 from oomc.runtime.executor import Runtime
+from oomc.runtime.gradients import Clipping
+from oomc.runtime.slabs import Slab
 from oomc.runtime.weights import WeightBuffers
 
 if TYPE_CHECKING:
+    from oomc.plan import Plan
     from oomc.runtime.gradients import GradientTicket
     from oomc.runtime.weights import Fetch
     from oomc.worksets import Form
@@ -46,46 +49,59 @@ class StepRuntime(Runtime):
         self._residents = {name: t.detach().to(self.device) for name, t in residents.items()}
         self._versions = {name: t._version for name, t in residents.items()}
         self.steps = 0
+        self._max_norm: float | None = None
 
     @property
     def residents(self) -> tuple[torch.Tensor, ...]:
         """All buffers and constants on the device."""
         return tuple(self._residents.values())
 
-    def begin_step(self, hypers: Sequence[Any] = ()) -> None:
-        """Start a step; buffers that the user has written to since the last one are copied again."""
-        super().begin_step(hypers)
+    def begin(self, plan: Plan, hypers: Sequence[Any], max_norm: float | None, carried: Collection[str] = ()) -> None:
+        """Start a step of `plan`; buffers that the user has written to since the last one are copied again.
+
+        Args:
+            plan: of the module that is run next.
+            hypers: snapshots of the parameter groups.
+            max_norm: what the global norm is clipped to.
+            carried: slabs whose gradients of the step before the module retires itself.
+        """
+        self.begin_step(hypers, weighted=plan.accumulate, carried=carried)
+        self._max_norm = max_norm
         self.steps += 1
         for name, source in self._sources.items():
             if source._version != self._versions[name]:
                 self._versions[name] = source._version
                 self._residents[name] = source.detach().to(self.device)
+        if [slot.nbytes for slot in self._buffers.slots] != list(plan.slots):
+            self._buffers.close()
+            self._buffers = WeightBuffers(plan.slots, self.device, self._h2d, self._adversary)
 
-    def abort(self, accumulate: bool) -> bool:
-        """Give up the step under way: wait for the lanes, and free the slots.
+    def replace_slabs(self, slabs: Sequence[Slab]) -> None:
+        """Use other slabs of the same names: they have moved. Nothing may be under way."""
+        self.slabs = {slab.name: slab for slab in slabs}
+
+    def abort(self, earlier: bool) -> bool:
+        """Give up the step under way: wait for the lanes, free the slots, forget what was kept.
+
+        Args:
+            earlier: whether gradients of micro-batches before this one are kept.
 
         Returns:
             Whether the state is neither that before the step nor that after it: parameters have been updated, or
             gradients been added to the sums of earlier micro-batches, or a lane has failed.
         """
         try:
-            self._h2d.drain()
-            self._d2h.drain()
-            self.synchronize()
+            self.drain()
         except RuntimeError:
             return True
+        self._leaving.clear()
         self._buffers.reset()
-        if accumulate:
-            return self._counts.d2h_bytes > 0
-        for slab in self.slabs.values():
-            slab.accumulated.clear()
-        return self._counts.updates > 0
-
-    def set_slots(self, sizes: Sequence[int]) -> None:
-        """Take other device slots for weights where a plan wants other sizes than the ones there are."""
-        if [slot.nbytes for slot in self._buffers.slots] != list(sizes):
-            self._buffers.close()
-            self._buffers = WeightBuffers(sizes, self.device, self._h2d, self._adversary)
+        if self._counts.updates > 0 or (earlier and self._counts.offloads > 0):
+            return True
+        if self._sink is not None and not earlier:
+            self._sink.drop_kept(self.slabs.values())
+        self.steps -= 1
+        return False
 
     def resident(self, name: str) -> torch.Tensor:
         """A buffer or constant on the device."""
@@ -109,7 +125,15 @@ class StepRuntime(Runtime):
         self.wait(fetch)
         return self.weights(fetch)
 
-    def update(self, slab: str, copies: Sequence[GradientTicket], accumulated: bool) -> None:
+    def device_weights(self, slab: str) -> tuple[torch.Tensor, ...]:
+        """The parameters of a slab on the device."""
+        return self.held(slab)
+
+    def update(self, slab: str, copies: Sequence[GradientTicket], mode: str) -> None:
         """Update a slab: with gradients as they arrive, which `offload` has begun already, or with their sum."""
-        if accumulated:
-            self.update_accumulated(slab)
+        if mode == "sum":
+            self.update_sum(slab)
+
+    def apply(self, copies: Sequence[GradientTicket]) -> None:
+        """Update all slabs with what was kept."""
+        self.apply_kept(Clipping(self._max_norm))

@@ -75,23 +75,99 @@ def _store_master(weights, lo, at, inside, p, SPLIT: tl.constexpr):
         tl.store(weights + at, p, inside)
 
 
-@_jit("from_gradient")
+@_jit()
+def _random_bits(key, index):
+    """uint32, as `oomc.runtime.low_bit.random_bits`."""
+    bits = index.to(tl.uint32) ^ key.to(tl.uint32)
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
+    bits = (bits ^ (bits >> 15)) * 0x846CA68B
+    return bits ^ (bits >> 16)
+
+
+@_jit()
+def _rounded(value, noise):
+    bits = (value.to(tl.int32, bitcast=True) + noise) >> 16
+    return tl.where(value == value, bits, 0x7FC0).to(tl.int16)
+
+
+@_jit()
+def _expand_8bit(code, base, CODES: tl.constexpr):
+    """float32 of the codes 0 to `CODES`, of which the last is NaN; the bits above are left out."""
+    magnitude = code.to(tl.int32) & CODES
+    bits = tl.where(magnitude > 0, (magnitude + base.to(tl.int32)[:, None]) << 20, 0)
+    return tl.where(magnitude == CODES, 0x7FC00000, bits)
+
+
+@_jit()
+def _base(value, CODES: tl.constexpr):
+    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    top = tl.max(tl.where(bits < 0x7F800000, bits, 0), axis=1)
+    return tl.maximum((top >> 20) + 1 - (CODES - 1), 0)
+
+
+@_jit()
+def _code(value, noise, base, LEAST: tl.constexpr):
+    """The code of a number that is finite, at least `LEAST` for all but 0."""
+    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.maximum(((bits + noise) >> 20) - base[:, None], tl.where(bits > 0, LEAST, 0))
+
+
+@_jit()
+def _is_finite(value):
+    return (value.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
+
+
+@_jit()
+def _load_moments(m_at, v_at, m_base, v_base, at, inside, rows, held, WIDTH: tl.constexpr):
+    m, v = tl.load(m_at + at, inside, other=0), tl.load(v_at + at, inside, other=0)
+    if WIDTH == 16:
+        m, v = _widen(m), _widen(v)
+    elif WIDTH == 8:
+        sign = (m.to(tl.int32) & -128) << 24
+        magnitude = _expand_8bit(m, tl.load(m_base + rows, held, other=0), 127)
+        m = tl.where(magnitude == 0x7FC00000, magnitude, magnitude | sign).to(tl.float32, bitcast=True)
+        v = _expand_8bit(v, tl.load(v_base + rows, held, other=0), 255).to(tl.float32, bitcast=True)
+    return m, v
+
+
+@_jit()
+def _store_moments(m_at, v_at, m_base, v_base, at, inside, rows, held, m, v, noise, WIDTH: tl.constexpr):
+    if WIDTH == 32:
+        tl.store(m_at + at, m, inside)
+        tl.store(v_at + at, v, inside)
+    elif WIDTH == 16:
+        tl.store(m_at + at, _rounded(m, (noise & 0xFFFF).to(tl.int32)), inside)
+        tl.store(v_at + at, _rounded(v, (noise >> 16).to(tl.int32)), inside)
+    else:
+        m_new, v_new = _base(m, 127), _base(v, 255)
+        code = _code(m, ((noise & 0xFFFF) << 4).to(tl.int32), m_new, 0)
+        code = code | ((m.to(tl.int32, bitcast=True) >> 24) & -128)
+        tl.store(m_at + at, tl.where(_is_finite(m), code, 127).to(tl.int8), inside)
+        code = _code(v, ((noise >> 16) << 4).to(tl.int32), v_new, 1)
+        tl.store(v_at + at, tl.where(_is_finite(v), code, 255).to(tl.int8), inside)
+        tl.store(m_base + rows, m_new.to(tl.int16), held)
+        tl.store(v_base + rows, v_new.to(tl.int16), held)
+
+
+@_jit("from_gradient", "key", "start")
 def _adamw(
-    weights, lo, m_at, v_at, gradient, nonfinite, n, factor,
-    decay, weight, from_gradient, beta2, one_minus_beta2, step_size, root2, eps,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr,
+    weights, lo, m_at, v_at, m_base, v_base, gradient, nonfinite, n, factor,
+    decay, weight, from_gradient, beta2, one_minus_beta2, step_size, root2, eps, key, start,
+    SPLIT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     at, inside = _places(n, ROWS)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    held = rows * COLUMNS < n
     g = _widen(tl.load(gradient + at, inside, other=0)) * factor
     _count(g, inside, nonfinite)
-    m, v = tl.load(m_at + at, inside, other=0.0), tl.load(v_at + at, inside, other=0.0)
+    m, v = _load_moments(m_at, v_at, m_base, v_base, at, inside, rows, held, WIDTH)
     m = tl.fma(weight, g - m, tl.where(from_gradient != 0, g, m))
     v = tl.fma(one_minus_beta2 * g, g, v * beta2)
     p = _load_master(weights, lo, at, inside, SPLIT)
     p = p * decay - tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(v), root2) + eps)
     _store_master(weights, lo, at, inside, p, SPLIT)
-    tl.store(m_at + at, m, inside)
-    tl.store(v_at + at, v, inside)
+    noise = _random_bits(key, start + at)
+    _store_moments(m_at, v_at, m_base, v_base, at, inside, rows, held, m, v, noise, WIDTH)
 
 
 @_jit("decays", "first", "nesterov")
@@ -144,6 +220,11 @@ def _numbers(constants: Sequence[Any]) -> list[float | int]:
     return [int(x) if isinstance(x, bool) else float(x) for x in constants]
 
 
+def _wrapped(value: int) -> int:
+    """The lower 32 bits as a signed number: a larger integer would be of another type to the kernel."""
+    return (value + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
 def _on(device: torch.device) -> torch.cuda.device:
     """The device as the current one; the CPU (Triton's interpreter) changes nothing."""
     return torch.cuda.device(device if device.type == "cuda" else -1)
@@ -157,14 +238,19 @@ def _launch(function: Any, device: torch.device, n: int, *arguments: Any, **opti
 
 def adamw(
     weights: torch.Tensor, lo: torch.Tensor | None, state: tuple[torch.Tensor, ...], gradient: torch.Tensor,
-    factor: float, constants: Sequence[Any], nonfinite: torch.Tensor,
+    factor: float, constants: Sequence[Any], nonfinite: torch.Tensor, key: int = 0, start: int = 0,
 ) -> None:  # fmt: skip
-    """AdamW with fp32 state (m, v): arguments as of `UpdateRule.update_cuda`."""
+    """AdamW with state (m, v) in fp32 or bf16, or (m, v, m_base, v_base) in 8 bits.
+
+    `key` and `start` (which may wrap around at 32 bits) are for low-bit state; the rest is as for
+    `UpdateRule.update_cuda`.
+    """
     n, split = weights.numel(), lo is not None
-    m, v = state
+    m, v = _bits(state[0]), _bits(state[1])
+    bases = state[2:] or (m, v)
     _launch(
-        _adamw, weights.device, n, weights, lo if split else weights, m, v, _bits(gradient), nonfinite, n,
-        float(factor), *_numbers(constants), SPLIT=split,
+        _adamw, weights.device, n, weights, lo if split else weights, m, v, *bases, _bits(gradient), nonfinite, n,
+        float(factor), *_numbers(constants), key, _wrapped(start), SPLIT=split, WIDTH=8 * m.element_size(),
     )  # fmt: skip
 
 

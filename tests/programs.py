@@ -159,7 +159,7 @@ def up_to(kind: str, name: str, candidate: Candidate | None = None, accumulate: 
 @cache
 def _up_to(kind: str, name: str, candidate: Candidate | None, accumulate: bool) -> Program:
     program = bare(kind)
-    chosen = ChooseResidency(SIZES, Budget(), candidate or Candidate(8, 1, True), accumulate)
+    chosen = ChooseResidency(SIZES, Budget(), candidate or Candidate(8, 1, 1), accumulate)
     passes = pipeline.step_passes(chosen)
     names = [p.name for p in passes]
     return pipeline.run_passes(program, passes[: names.index(name) + 1], verify=True)
@@ -181,6 +181,9 @@ def copied(source: fx.Graph) -> fx.Graph:
     return graph
 
 
+IGNORED = (steps.release, steps.retire, steps.retire_carried, steps.update, steps.apply, steps.await_update)
+
+
 class _Interpreter(fx.Interpreter):
     """Runs a step graph of any stage: copies are the parameters themselves, gradients are summed by name."""
 
@@ -190,9 +193,10 @@ class _Interpreter(fx.Interpreter):
         self.program, self.tensors = program, tensors
         self.params = {s.name: s.params for s in program.slabs}
         self.grads: dict[str, Tensor] = {}
+        self.count: float | None = None
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target in (steps.weights, steps.wait):
+        if target in (steps.weights, steps.wait, steps.device_weights):
             return tuple(self.tensors[n] for n in self.params[args[1]])
         if target is steps.fetch:
             return args[1]
@@ -205,11 +209,14 @@ class _Interpreter(fx.Interpreter):
         if target is steps.run_chunks:
             form, chunk = self.program.forms[args[1]], args[3] if args[3][0] else SIZES
             return run_chunks(form, args[2], getattr(form, args[2]), chunk, args[4:])
+        if target is steps.count:
+            self.count = float(args[1])
+            return None
         if target in (steps.gradients, steps.offload):
             for name, grad in zip(args[2], args[3], strict=True):
                 self.grads[name] = self.grads[name] + grad if name in self.grads else grad
             return None
-        if target in (steps.release, steps.retire, steps.update, steps.await_update):
+        if target in IGNORED:
             return None
         return super().call_function(target, args, kwargs)
 
@@ -243,7 +250,7 @@ def run_forward(program: Program, own: nn.Module) -> tuple[Tensor, dict[str, Ten
     """Loss and gradients by the forward graph under autograd."""
     known: dict[str, Tensor] = tensors_of(program, own) | batch() | {"rng": RNG}
     leaves = {n: known[n].clone().requires_grad_() for n, _ in own.named_parameters()}
-    (loss,) = fx.Interpreter(program.forward).run(*((known | leaves)[s.target] for s in program.inputs))
+    loss, *_ = fx.Interpreter(program.forward).run(*((known | leaves)[s.target] for s in program.inputs))
     loss.backward()
     return loss.detach(), {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}
 

@@ -218,7 +218,7 @@ def test_case_18_a_tied_embedding_is_one_storage_with_one_gradient(tmp_path: Pat
     assert_same_gradients(step, eager, [tokens(2, 24)])
     step.update()
     step.synchronize()
-    names = [n for s in step._slabs for n in s.steps]
+    names = [n for s in step._state.slabs for n in s.steps]
     assert len(names) == len(set(names)) == len(list(model.parameters()))
     model.save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -242,7 +242,7 @@ def test_case_20_frozen_parameters_stay_and_cost_nothing() -> None:
     frozen = {n for n, p in eager.named_parameters() if not p.requires_grad}
     assert not frozen & set(masters(step))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert sum(s.layout.state_elements for s in step._slabs) <= trained + 64 * len(step._slabs)
+    assert sum(s.layout.state_elements for s in step._state.slabs) <= trained + 64 * len(step._state.slabs)
 
 
 def test_case_22_an_unused_parameter_is_left_alone() -> None:

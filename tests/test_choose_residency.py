@@ -19,7 +19,7 @@ from tests.conftest import Golden
 def test_golden_plan(golden: Golden) -> None:
     program = programs.bare("topk")
     before = programs.stable(print_program(program))
-    result = ChooseResidency(programs.SIZES, Budget(), Candidate(8, 1, True))(program)
+    result = ChooseResidency(programs.SIZES, Budget(), Candidate(8, 1, 1))(program)
     assert result.modified
     plan = result.program.plan
     assert plan is not None
@@ -64,6 +64,6 @@ def test_chunks_are_no_larger_than_the_candidate_says(batch: int, sequence: int,
 
 
 def test_candidates_become_more_frugal() -> None:
-    assert CANDIDATES[0] == Candidate(CHUNK_TOKENS[0], 1, True)
-    assert CANDIDATES[-1] == Candidate(CHUNK_TOKENS[-1], 0, False)
+    assert CANDIDATES[0] == Candidate(CHUNK_TOKENS[0], 1, 1)
+    assert CANDIDATES[-1] == Candidate(CHUNK_TOKENS[-1], 0, 0, stage=False)
     assert len(set(CANDIDATES)) == len(CANDIDATES)

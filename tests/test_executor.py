@@ -60,8 +60,8 @@ def train(
                 used = [None if name == "norm" and step == 1 else g for name, g in zip(names, grads)]
                 runtime.release(fetch)
                 if i == 1:
-                    tickets = [runtime.offload("block1", names, used, "accumulate") for _ in range(2)]
-                    runtime.update_accumulated("block1", 0.5)
+                    tickets = [runtime.offload("block1", names, used, "sum") for _ in range(2)]
+                    runtime.update_sum("block1")
                 else:
                     tickets = [runtime.offload(f"block{i}", names, used, "update")]
                 for ticket in tickets:

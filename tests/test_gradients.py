@@ -7,9 +7,10 @@ import torch
 
 from oomc.runtime.adamw import AdamW
 from oomc.runtime.executor import Runtime
-from oomc.runtime.gradients import plan_chunks
+from oomc.runtime.gradients import Clipping
 from oomc.runtime.optim import Array
 from oomc.runtime.slabs import HostSlab
+from oomc.runtime.updates import plan_chunks
 from tests.slab_cases import CPU, GROUP_OF, GROUPS, HYPERS, gradients, make_slab
 
 
@@ -22,12 +23,10 @@ def reference_step(
         constants = rule.constants(HYPERS[GROUP_OF[name]], step, 0)
         bits = grad.reshape(-1).view(torch.int16 if grad.dtype == torch.bfloat16 else torch.int32).numpy()
         start, stop = slab.layout.gradient_ranges[name]
-        split = slab.layout.bf16.elements
-        if slab.layout.place(name).spec.dtype == torch.bfloat16:
-            weights, lo = slab.hi_array[start:stop], slab.lo_array[start:stop]
-        else:
-            weights, lo = slab.fp32_array[start - split : stop - split], None
-        rule.update(weights, lo, state[name], bits, 1.0, constants, 0)
+        weights, lo, _ = slab.part((), start, stop)
+        rule.update(
+            weights.numpy(), None if lo is None else lo.numpy(), state[name], bits, 1.0, constants, 0
+        )  # fmt: skip
 
 
 def make_runtime(slab: HostSlab) -> Runtime:
@@ -87,25 +86,30 @@ def test_accumulation_is_a_sum_in_fp32() -> None:
     runtime = make_runtime(slab)
     total = {name: torch.zeros(g.shape) for name, g in gradients(0).items()}
     for window in range(2):
-        runtime.begin_step(HYPERS)
-        for i in range(3):
+        counts = []
+        for i in range(4):
+            runtime.begin_step(HYPERS, weighted=True)
             grads = gradients(window, i)
-            runtime.offload(slab.name, list(grads), list(grads.values()), "accumulate").wait()
+            runtime.offload(slab.name, list(grads), list(grads.values()), "sum").wait()
+            counts.append(runtime.end_step())
             for name, grad in grads.items():
                 total[name] = total[name] + grad.float() if i else grad.float()
         slab.wait_updated()
-        assert slab.accumulator is not None
+        assert slab.kept is not None
         for name, (start, stop) in slab.layout.gradient_ranges.items():
-            assert torch.equal(slab.accumulator[start:stop], total[name].view(-1))
-        runtime.update_accumulated(slab.name, 0.25)
+            assert torch.equal(slab.kept.tensor(start, stop), total[name].view(-1))
+        runtime.begin_step(HYPERS)
+        runtime.apply_kept(Clipping(window=tuple(counts)))
     runtime.synchronize()
-    runtime.update_accumulated(slab.name)
+    runtime.begin_step(HYPERS)
+    runtime.apply_kept(Clipping())
+    runtime.update_sum(slab.name)
     runtime.synchronize()
     assert slab.steps["w"] == 2, "nothing was accumulated, nothing is updated"
     runtime.close()
     again = Runtime(CPU, [other], [], AdamW(), GROUP_OF, synchronous=True)
     for window in range(2):
-        sums = {name: sum(gradients(window, i)[name].float() for i in range(3)) for name in total}
+        sums = {name: sum(gradients(window, i)[name].float() for i in range(4)) for name in total}
         again.begin_step(HYPERS)
         again.offload(other.name, list(sums), [torch.as_tensor(0.25 * s) for s in sums.values()]).wait()
     assert other.steps["w"] == 2
@@ -119,9 +123,9 @@ def test_tied_contributions_and_the_hyperparameters_of_the_call() -> None:
         runtime = make_runtime(slab)
         runtime.begin_step(HYPERS)
         grads = gradients(0)
-        runtime.offload(slab.name, ["w", "experts"], [grads["w"], grads["experts"]], "accumulate").wait()
-        runtime.offload(slab.name, ["w"], [gradients(1)["w"]], "accumulate").wait()
-        runtime.update_accumulated(slab.name)
+        runtime.offload(slab.name, ["w", "experts"], [grads["w"], grads["experts"]], "sum").wait()
+        runtime.offload(slab.name, ["w"], [gradients(1)["w"]], "sum").wait()
+        runtime.update_sum(slab.name)
         if late:  # the next step's hyperparameters must not reach into this step's updates
             runtime.begin_step([AdamW().hyper(group | {"lr": 100.0}) for group in GROUPS])
         runtime.synchronize()

@@ -12,7 +12,7 @@ from tests import programs
 
 @pytest.mark.parametrize(("tokens", "chunk"), [(16, (1, 12)), (8, (1, 8)), (24, (2, 12))])
 def test_forward_and_backward_run_in_the_planned_chunks(tokens: int, chunk: tuple[int, int]) -> None:
-    program = programs.up_to("mlp", "insert_chunks", Candidate(tokens, 1, True))
+    program = programs.up_to("mlp", "insert_chunks", Candidate(tokens, 1, 1))
     assert [n.args[3] for n in program.graph.nodes if n.target is steps.run_chunks] == [chunk, chunk]
     programs.assert_runs(program, programs.model("mlp"))
     assert not InsertChunks()(program).modified

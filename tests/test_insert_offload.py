@@ -31,14 +31,15 @@ def test_nothing_to_do_the_second_time() -> None:
     assert print_program(program) == text
 
 
-def accumulated(program: Program) -> dict[str, bool]:
+def modes(program: Program) -> dict[str, str]:
     return {n.args[1]: n.args[4] for n in program.graph.nodes if n.target is steps.offload}
 
 
-def test_slabs_of_several_blocks_are_summed_on_the_host() -> None:
-    flags = accumulated(programs.up_to("tied", "insert_offload"))
-    assert [slab for slab, flag in flags.items() if flag] == ["shared.0"]
+def test_slabs_of_several_blocks_are_summed() -> None:
+    found = modes(programs.up_to("tied", "insert_offload"))
+    assert [slab for slab, mode in found.items() if mode == "sum"] == ["shared.0"]
+    assert set(found.values()) == {"sum", "update"}
 
 
-def test_all_of_a_micro_batch_is_summed_on_the_host() -> None:
-    assert set(accumulated(programs.up_to("mlp", "insert_offload", accumulate=True)).values()) == {True}
+def test_all_of_a_micro_batch_is_summed() -> None:
+    assert set(modes(programs.up_to("mlp", "insert_offload", accumulate=True)).values()) == {"sum"}

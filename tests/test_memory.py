@@ -52,7 +52,7 @@ def test_too_small_a_budget_fails_before_anything_is_taken(name: str) -> None:
     before = {n: p.data_ptr() for n, p in step.model.named_parameters()}
     with pytest.raises(oomc.BudgetError, match=f"smallest device budget that works for this batch is {needed} bytes"):
         step.prepare(**tokens(*shape))
-    assert step._runtime is None and not step._slabs
+    assert step._runtime is None and not step._state.slabs
     assert {n: p.data_ptr() for n, p in step.model.named_parameters()} == before
     with pytest.raises(oomc.BudgetError):
         step(**tokens(*shape))
@@ -132,10 +132,10 @@ def test_host_bytes_are_as_planned(name: str, dtype: torch.dtype, accumulate: bo
     else:
         step(**batch)
     step.synchronize()
-    planned, _ = step._host_needed(step._current.program)  # type: ignore[union-attr]
+    planned = step._state.host_needed(step._current.program, step.plan.resident)  # type: ignore[union-attr]
     assert runtime.host_bytes == pytest.approx(sum(planned.values()), rel=0.02)
     trained = sum(m.numel() for m in masters(step).values())
-    state_bytes = sum(s.layout.weight_bytes + s.layout.state_bytes(step._rule.arrays) for s in step._slabs)
+    state_bytes = sum(s.layout.weight_bytes + s.layout.state_bytes(step._rule.arrays) for s in step._state.slabs)
     assert state_bytes <= 12 * trained + 512 * len(list(step.model.parameters())), "12 bytes a parameter and padding"
 
 
@@ -162,4 +162,4 @@ def test_frozen_parameters_cost_their_weights_only() -> None:
     step(**tokens(2, 24))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert sum(m.numel() for m in masters(step).values()) == trained
-    assert sum(s.layout.state_bytes(step._rule.arrays) for s in step._slabs) <= 8 * trained + 4096
+    assert sum(s.layout.state_bytes(step._rule.arrays) for s in step._state.slabs) <= 8 * trained + 4096

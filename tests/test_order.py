@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from oomc.runtime.meter import Meter
 from oomc.runtime.weights import Fetch
 from oomc.step import Step
-from tests.helpers import compiled, state, tokens
+from tests.helpers import Blind, compiled, state, tokens
 from tests.programs import VOCAB, TopK
 
 SEEDS, STEPS = 25, 8
@@ -26,16 +25,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-class Blind(Meter):
-    """A meter that sees nothing: memory is not looked at here, and metering takes most of the time."""
-
-    def __enter__(self) -> Blind:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
 
 
 def make(**options: Any) -> Step:

@@ -20,7 +20,7 @@ def test_two_captures_print_the_same() -> None:
             own.append(f"{name}\n{print_program(program)}")
 
         program = pipeline.run_passes(programs.captured(programs.model("mlp")), pipeline.MODEL_PASSES, observe)
-        pipeline.with_plan(program, ChooseResidency(programs.SIZES, candidate=Candidate(8, 1, True)), observe)
+        pipeline.with_plan(program, ChooseResidency(programs.SIZES, candidate=Candidate(8, 1, 1)), observe)
         texts.append(own)
     assert texts[0] == texts[1]
     assert not re.search(r"0x[0-9a-f]{6}", "".join(texts[0]))

@@ -24,14 +24,14 @@ def test_golden(golden: Golden) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mlp", "topk", "tied"])
-@pytest.mark.parametrize("candidate", [Candidate(8, 0, False), Candidate(24, 1, True)])
+@pytest.mark.parametrize("candidate", [Candidate(8, 0, 0), Candidate(24, 1, 1)])
 def test_numbers(kind: str, candidate: Candidate) -> None:
     programs.assert_runs(programs.up_to(kind, "schedule", candidate), programs.model(kind))
 
 
 @pytest.mark.parametrize(("prefetch", "slots"), [(0, 1), (1, 2), (2, 3)])
 def test_prefetch_takes_a_slot_for_each_slab_ahead(prefetch: int, slots: int) -> None:
-    program = programs.up_to("topk", "schedule", Candidate(8, prefetch, True))
+    program = programs.up_to("topk", "schedule", Candidate(8, prefetch, 1))
     assert program.plan is not None
     assert len(program.plan.slots) == slots
 
@@ -46,18 +46,21 @@ def test_a_fetch_stands_before_the_wait_of_the_stretch_before() -> None:
     assert all(n.next.target is steps.fetch and n.next.args[1] == n.args[1] for n in awaits)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_gradients_leave_under_the_next_block_or_before_it(late: bool) -> None:
-    program = programs.up_to("topk", "schedule", Candidate(8, 1, late))
-    nodes = [n for n in program.graph.nodes if n.target in (steps.offload, steps.retire)]
-    if late:  # each wait stands right before the next copy
-        assert [n.target for n in nodes[1:-1]] == [steps.retire, steps.offload] * ((len(nodes) - 2) // 2)
-    order = list(program.graph.nodes)
-    for offload in (n for n in nodes if n.target is steps.offload):
+@pytest.mark.parametrize("hold", [0, 1, 2, 9])
+def test_gradients_of_so_many_blocks_are_held(hold: int) -> None:
+    program = programs.up_to("topk", "schedule", Candidate(8, 1, hold))
+    nodes = list(program.graph.nodes)
+    offloads = [n for n in nodes if n.target is steps.offload]
+    carried = {n.args[1]: n for n in nodes if n.target is steps.retire_carried}
+    assert set(carried) == ({o.args[1] for o in offloads[max(0, len(offloads) - hold) :]} if hold else set())
+    for slab, node in carried.items():
+        assert node.next.target is steps.wait and node.next.args[1].args[1] == slab, "it ends where the slab is used"
+    for index, offload in enumerate(offloads[: len(offloads) - len(carried)]):
         (retire,) = (n for n in nodes if n.target is steps.retire and n.args[1] is offload)
-        between = order[order.index(offload) : order.index(retire)]
-        is_last = offload is [n for n in nodes if n.target is steps.offload][-1]
-        assert any(n.target in steps.COMPUTE for n in between) == (late and not is_last)
+        later = [o for o in offloads if nodes.index(offload) < nodes.index(o) < nodes.index(retire)]
+        assert len(later) == max(0, hold - 1)
+        between = nodes[nodes.index(offload) : nodes.index(retire)]
+        assert retire.next is offloads[index + hold] if hold else not any(n.target in steps.COMPUTE for n in between)
 
 
 def test_nothing_to_schedule() -> None:

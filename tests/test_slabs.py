@@ -87,8 +87,9 @@ def test_state_is_there_when_asked_for_and_starts_at_zero() -> None:
     whole = slab.layout.weight_bytes + slab.layout.state_bytes(AdamW().arrays)
     assert slab.host_bytes == whole
     assert not slab.state["m"].any()
-    slab.add_accumulator()
-    assert slab.host_bytes == whole + slab.layout.accumulator_bytes
+    kept = slab.keep_gradients(wide=True)
+    assert slab.host_bytes == whole + slab.layout.gradient_bytes(wide=True)
+    assert slab.keep_gradients(wide=False) is kept, "wide memory serves both"
 
 
 def test_memory_is_page_aligned_and_exact() -> None:

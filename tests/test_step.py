@@ -131,18 +131,30 @@ def test_losses_are_tensors_of_their_own() -> None:
 
 
 def test_metrics() -> None:
-    step = make(device="10MiB")
+    step = make()
     assert step.metrics == {"steps": 0, "traces": 1}
     loss = step(**BATCH)
     figures = step.metrics
     assert figures["loss"] == float(loss) and figures["tokens"] == 24 and figures["steps"] == 1
-    assert figures["device_peak"] <= figures["device_projected"] <= 10 << 20
+    assert figures["device_peak"] <= figures["device_projected"]
     parameters = sum(p.numel() for p in step.model.parameters())
     assert figures["d2h_bytes"] == 4 * parameters
     assert figures["h2d_bytes"] >= 4 * parameters
     assert figures["nonfinite"] == 0 and figures["tokens_per_s"] > 0 and figures["host_peak"] >= 0
     step(**tokens(1, 30, vocab=VOCAB))
     assert step.metrics["tokens"] == 30 and step.metrics["traces"] == 1 and step.metrics["plans"] == 2
+
+
+def test_what_the_budget_leaves_over_holds_state_on_the_device() -> None:
+    roomy, tight = make(device="10MiB"), make()
+    assert {s.name for s in roomy._state.slabs} == set(roomy.plan.resident) and not tight.plan.resident
+    for _ in range(3):
+        assert torch.equal(roomy(**BATCH), tight(**BATCH))
+    figures = roomy.metrics
+    assert figures["device_peak"] <= figures["device_projected"] <= 10 << 20
+    assert figures["d2h_bytes"] == figures["h2d_bytes"] == 0
+    mine, others = masters(roomy), masters(tight)
+    assert all(torch.equal(mine[n], others[n]) for n in others)
 
 
 def test_buffers_that_the_user_changes_are_seen() -> None:
@@ -156,6 +168,7 @@ def test_buffers_that_the_user_changes_are_seen() -> None:
 
 
 def test_close_ends_the_threads_and_leaves_the_weights() -> None:
+    gc.collect()
     before = threading.active_count()
     step = make()
     step(**BATCH)
@@ -168,6 +181,7 @@ def test_close_ends_the_threads_and_leaves_the_weights() -> None:
 
 
 def test_a_step_that_is_dropped_is_closed() -> None:
+    gc.collect()
     before = threading.active_count()
     step = make()
     step(**BATCH)

@@ -15,7 +15,8 @@ from torch import fx
 from oomc import meta, ops, pipeline, steps
 from oomc.errors import VerifyError
 from oomc.fxutil import insert_call
-from oomc.passes.choose_residency import CANDIDATES, ChooseResidency
+from oomc.passes.choose_residency import CANDIDATES, Candidate, ChooseResidency
+from oomc.plan import Updates
 from oomc.program import Program
 from oomc.simulate import project
 from oomc.verify import verify_program
@@ -229,22 +230,105 @@ def test_update_of_only_one_contribution(tied: Program) -> None:
 
 
 @pytest.mark.parametrize("word", [steps.offload, steps.update])
-def test_wrong_accumulate(tied: Program, word: Any) -> None:
-    node = next(n for n in calls(tied, word) if n.args[-1] is True)
-    set_arg(node, len(node.args) - 1, False)
+def test_wrong_mode(tied: Program, word: Any) -> None:
+    node = next(n for n in calls(tied, word) if n.args[-1] == "sum")
+    set_arg(node, len(node.args) - 1, "update")
     broken(tied, "with 2 contributions")
 
 
-def test_accumulation_where_there_is_one_contribution(step: Program) -> None:
-    set_arg(call(step, steps.offload, "layers.0"), 4, True)
-    broken(step, "accumulate is True for layers.0, with 1 contributions")
+def test_a_sum_where_there_is_one_contribution(step: Program) -> None:
+    set_arg(call(step, steps.offload, "layers.0"), 4, "sum")
+    broken(step, "the mode is sum for layers.0, with 1 contribution; it must be update")
+
+
+def clipped(resident: tuple[str, ...] = ()) -> Program:
+    """A step whose gradients are kept until their norm is known."""
+    return programs.with_own_step(
+        pipeline.with_plan(
+            programs.bare("mlp"),
+            ChooseResidency(
+                programs.SIZES, candidate=Candidate(8, 1, 1, resident=resident), updates=Updates(keep=True)
+            ),
+            verify=True,
+        )
+    )  # fmt: skip
+
+
+def test_kept_gradients_are_applied_once() -> None:
+    program = clipped()
+    program.graph.erase_node(call(program, steps.apply))
+    broken(program, "kept gradients are applied 0 times, not once")
+
+
+def test_an_update_before_the_norm() -> None:
+    program = clipped()
+    offload = call(program, steps.offload)
+    with program.graph.inserting_after(offload):
+        program.graph.call_function(steps.update, (offload.args[0], offload.args[1], (offload,), "update"))
+    broken(program, "is updated before the norm of all gradients is known")
+
+
+def test_kept_gradients_that_are_applied_too_soon() -> None:
+    program = clipped()
+    apply, last = call(program, steps.apply), calls(program, steps.offload)[-1]
+    set_arg(apply, 1, tuple(c for c in apply.args[1] if c is not last))  # type: ignore[union-attr]
+    last.prepend(apply)
+    broken(program, "it is not made from all")
+
+
+def test_gradients_kept_on_the_device_stay() -> None:
+    program = clipped(resident=("layers.0",))
+    carried = call(program, steps.retire_carried, "layers.0")
+    offload = call(program, steps.offload, "layers.0")
+    program.graph.erase_node(carried)
+    with program.graph.inserting_after(offload):
+        program.graph.call_function(steps.retire, (offload.args[0], offload))
+    broken(program, "the gradients of layers.0 are kept on the device, and retired before they are applied")
+
+
+def test_gradients_are_retired_here_or_in_the_next_step(step: Program) -> None:
+    carried = calls(step, steps.retire_carried)[-1]
+    offload = call(step, steps.offload, carried.args[1])
+    with step.graph.inserting_after(offload):
+        step.graph.call_function(steps.retire, (offload.args[0], offload))
+    broken(step, f"the offload of {carried.args[1]} is retired 2 times, not once")
+
+
+def test_gradients_that_nobody_retires(step: Program) -> None:
+    carried = calls(step, steps.retire_carried)[-1]
+    step.graph.erase_node(carried)
+    broken(step, f"the offload of {carried.args[1]} is retired 0 times, not once")
+
+
+def test_carried_gradients_make_room_before_new_ones_come(step: Program) -> None:
+    carried = calls(step, steps.retire_carried)[-1]
+    call(step, steps.offload, carried.args[1]).append(carried)
+    broken(step, "are retired after new ones are offloaded")
+
+
+def test_weights_on_the_device_are_not_used_after_their_update() -> None:
+    program = programs.with_own_step(
+        pipeline.with_plan(
+            programs.bare("mlp"),
+            ChooseResidency(programs.SIZES, candidate=Candidate(8, 1, 1, resident=("layers.1",))), verify=True,
+        )
+    )  # fmt: skip
+    held = [n for n in calls(program, steps.device_weights) if n.args[1] == "layers.1"][-1]
+    user = [user for part in held.users for user in part.users][-1]
+    offload = call(program, steps.offload, "layers.1")
+    grads = offload.args[3]
+    with program.graph.inserting_after(offload):
+        again = program.graph.node_copy(user)
+    meta.set_note(again, meta.note(user))
+    assert grads
+    broken(program, "it uses weights of layers.1 after")
 
 
 def test_update_of_a_micro_batch() -> None:
     program = programs.up_to("mlp", "schedule", accumulate=True)
     offload = call(program, steps.offload)
     with program.graph.inserting_after(offload):
-        program.graph.call_function(steps.update, (offload.args[0], offload.args[1], (offload,), True))
+        program.graph.call_function(steps.update, (offload.args[0], offload.args[1], (offload,), "sum"))
     broken(program, "is updated 1 times, not 0")
 
 

@@ -1,0 +1,205 @@
+"""From a model and a batch to a scheduled step: traces of the model, and plans for batch shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from oomc import meta, pipeline, private
+from oomc.capture import Batch, LossFn, capture
+from oomc.errors import UnsupportedError
+from oomc.limits import device_memory
+from oomc.pipeline import Observer
+from oomc.plan import Budget, Updates
+from oomc.program import Program
+from oomc.runtime.meter import cuda_usage
+from oomc.runtime.updates import Where
+from oomc.simulate import Profiler, Projection
+
+CUDA_WORKSPACE = 192 << 20
+"""Bytes outside the step's own tensors that CUDA libraries (cuBLAS, cuDNN) may take during a step."""
+FRAGMENTATION = 0.12
+"""What the CUDA allocator reserves beyond what is allocated, as a share; 0.09 was measured (docs/RESULTS.md)."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a step is compiled and run; see `oomc.compile`."""
+
+    budget: Budget
+    device: torch.device
+    backend: str
+    loss_fn: LossFn | None = None
+    max_grad_norm: float | None = None
+    on_nonfinite: str | None = None
+    state: str = "fp32"
+    where: Where = "both"
+    seed: int = 0
+    verify: bool = False
+    chaos: int | None = None
+    synchronous: bool = False
+
+    @property
+    def keep(self) -> bool:
+        """Whether all gradients are kept until their norm is known."""
+        return self.max_grad_norm is not None or self.on_nonfinite is not None
+
+
+@dataclass
+class Scheduled:
+    """A plan for one batch shape, with what runs it.
+
+    Attributes:
+        program: with the step graph and its plan.
+        projection: of its device memory.
+        carried: slabs whose gradients of the step before the step graph retires.
+    """
+
+    program: Program
+    projection: Projection
+    carried: frozenset[str]
+
+
+@dataclass
+class Trace:
+    """One trace of the model: its bare step graph, and the plans made from it."""
+
+    bare: Program
+    batch: Batch
+    profiler: Profiler
+    plans: dict[tuple[Any, ...], Scheduled] = field(default_factory=dict)
+
+
+class Compiler:
+    """Traces a model once, and plans for each batch shape.
+
+    Args:
+        model: to be traced.
+        trained: names of its parameters that the optimizer holds.
+        options: of the step.
+    """
+
+    def __init__(self, model: torch.nn.Module, trained: Collection[str], options: Options) -> None:
+        self.model, self.options = model, options
+        self.trained = frozenset(trained)
+        self.traces: dict[tuple[Any, ...], Trace] = {}
+
+    def trace(self, batch: Batch) -> Trace:
+        key = batch.key()
+        if key not in self.traces:
+            if self.traces:
+                raise UnsupportedError(_difference(next(iter(self.traces)), key))
+            bare = self.capture(batch)
+            self.traces[key] = Trace(bare, batch.shapes_only(), Profiler(bare))
+        return self.traces[key]
+
+    def capture(self, batch: Batch, observe: Observer | None = None) -> Program:
+        options = self.options
+        program = capture(self.model, batch, loss_fn=options.loss_fn, device=options.device)
+        program.inputs = [
+            replace(s, trainable=s.trainable and s.target in self.trained) if s.kind == "parameter" else s
+            for s in program.inputs
+        ]
+        if observe is not None:
+            observe("capture", program)
+        return pipeline.run_passes(program, pipeline.MODEL_PASSES, observe, options.verify)
+
+    @staticmethod
+    def sizes(program: Program, batch: Batch) -> tuple[int, int]:
+        """The batch and sequence size of a batch."""
+        symbols = program.notes["symbols"]
+        sizes: dict[Any, int] = {}
+        tensors = [n for n, s in zip(program.forward.graph.find_nodes(op="placeholder"), program.inputs, strict=True)
+                   if s.kind == "input"]  # fmt: skip
+        for node, real in zip(tensors, batch.tensors.values(), strict=True):
+            val = meta.tensor(node)
+            assert val is not None
+            for size, actual in zip(val.shape, real.shape, strict=True):
+                expr = private.expression(size)
+                if expr in (symbols.batch, symbols.sequence):
+                    if sizes.setdefault(expr, actual) != actual:
+                        raise UnsupportedError(
+                            f"input {node.name} has a dimension of {actual} where another input has {sizes[expr]}; "
+                            "they are one size, the batch's or the sequence's, in the trace"
+                        )
+                elif isinstance(expr, int) and expr != actual:
+                    raise UnsupportedError(
+                        f"input {node.name} has a dimension of {actual} where the step was compiled for {expr}; only "
+                        "the batch and the sequence size may change between calls"
+                    )
+        for symbol, what, (least, most) in zip(
+            (symbols.batch, symbols.sequence), ("batch", "sequence"), program.notes["bounds"], strict=True
+        ):
+            size = sizes.get(symbol, least)
+            if size < least or (most is not None and size > most):
+                raise UnsupportedError(
+                    f"a {what} of {size} is outside of what the model's code allows: {least} to {most or 'any size'}"
+                )
+        for condition in program.notes["conditions"]:
+            if hasattr(condition, "subs") and condition.subs(sizes) == False:  # noqa: E712  sympy's own false
+                names = {symbols.batch: "batch", symbols.sequence: "sequence"}
+                raise UnsupportedError(f"the model's code needs {condition.subs(names)}, which {sizes} breaks")
+        return sizes[symbols.batch], sizes.get(symbols.sequence, 1)
+
+    def plan(
+        self, batch: Batch, updates: Updates, resident: frozenset[str], fixed: bool, accumulate: bool
+    ) -> Scheduled:
+        """The plan for a batch, and what runs it.
+
+        Args:
+            batch: of any size.
+            updates: of the optimizer.
+            resident: slabs that may live on the device.
+            fixed: they do already, and leave it only where the batch does not fit otherwise.
+            accumulate: gradients are summed and not applied.
+        """
+        trace, options = self.trace(batch), self.options
+        sizes = self.sizes(trace.bare, batch)
+        known = trace.plans.get((sizes, accumulate, resident)) if fixed else None
+        if known is None:
+            program, projection = pipeline.plan_step(
+                trace.bare, trace.profiler, sizes, self._device_allowed(), options.budget, accumulate=accumulate,
+                updates=updates, resident=resident, verify=options.verify,
+            )  # fmt: skip
+            trace.bare.compiled = program.compiled = trace.bare.compiled
+            program = pipeline.lower(program, options.backend)
+            assert program.plan is not None
+            known = Scheduled(program, projection, pipeline.carried(program))
+            trace.plans[sizes, accumulate, frozenset(program.plan.resident)] = known
+        return known
+
+    def projected(self, projection: Projection) -> int:
+        """The device peak that a projection of the step's own tensors comes to, in bytes."""
+        device = self.options.device
+        if device.type != "cuda":
+            return projection.peak
+        return int(projection.peak * (1 + FRAGMENTATION)) + cuda_usage(device).outside + CUDA_WORKSPACE
+
+    def _device_allowed(self) -> int:
+        """Device bytes for the step's own tensors."""
+        device = self.options.device
+        budget = self.options.budget.device or device_memory(device)
+        if device.type == "cuda":
+            private.use_expandable_segments()
+            torch.zeros(1, device=device)
+            own = budget - cuda_usage(device).outside - CUDA_WORKSPACE
+            return int(own / (1 + FRAGMENTATION))
+        return budget
+
+
+def _difference(known: tuple[Any, ...], key: tuple[Any, ...]) -> str:
+    """What a batch has that the compiled one has not, and the other way round."""
+
+    def texts(of: tuple[Any, ...]) -> set[str]:
+        tensors = {f"{name}: {str(dtype).removeprefix('torch.')} of {dims} dimensions" for name, dtype, dims in of[0]}
+        return tensors | {f"{name}={value}" for name, value in of[1]}
+
+    more, less = sorted(texts(key) - texts(known)), sorted(texts(known) - texts(key))
+    return (
+        "the batch is not like the one that the step was compiled for: "
+        f"it has {', '.join(more) or 'nothing more'}, and lacks {', '.join(less) or 'nothing'}. Always pass the same "
+        "arguments, or compile the step with an example that has them"
+    )

@@ -1,0 +1,133 @@
+"""The state of a training run: slabs on host and device, what they need, and how they move between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from oomc.errors import BudgetError, UnsupportedError
+from oomc.limits import host_memory
+from oomc.plan import Updates, bytes_table, format_bytes
+from oomc.program import Program
+from oomc.runtime.layout import SlabLayout, StateArray
+from oomc.runtime.pool import physical_cores
+from oomc.runtime.slabs import DeviceSlab, HostSlab, Slab
+from oomc.runtime.updates import Where, chunk_bytes_of
+
+CHUNK_ELEMENTS = 4 << 20
+"""bf16 gradients in a chunk of an update: copies and kernels of this size are near their best rates."""
+BUFFERS_PER_WORKER = 2
+"""Ring buffers for each host worker: one is being updated from while the next one fills."""
+
+
+class State:
+    """All slabs of a model.
+
+    Args:
+        model: its parameters come to alias the slabs.
+        device: where the compute is.
+        host_budget: bytes, or None for all that there is.
+        arrays: of the update rule.
+        where: who updates slabs on the host.
+        keep: gradients are kept until their norm is known.
+
+    Attributes:
+        slabs: in the order of the program; empty until `take`.
+        chunk_elements, ring_bytes: of updates; known from `size_updates` on.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, device: torch.device, host_budget: int | None, arrays: Sequence[StateArray],
+        where: Where, keep: bool,
+    ) -> None:  # fmt: skip
+        self.model, self.device, self.host_budget = model, device, host_budget
+        self.arrays, self.where, self.keep = tuple(arrays), where, keep
+        self.slabs: list[Slab] = []
+        self.accumulates = False
+        self.chunk_elements = CHUNK_ELEMENTS
+        self.ring_bytes = 0
+
+    def size_updates(self, program: Program) -> Updates:
+        """Choose the size of chunks and of the gradient ring by the model's largest slab."""
+        layouts = [s.layout for s in program.slabs]
+        largest = max((lay.state_elements for lay in layouts), default=0)
+        self.chunk_elements = min(CHUNK_ELEMENTS, max(4096, largest // 8))
+        chunk = chunk_bytes_of(self.chunk_elements)
+        gradients = max((lay.gradient_bytes(wide=True) for lay in layouts), default=0)
+        self.ring_bytes = max(3 * chunk, min(BUFFERS_PER_WORKER * physical_cores() * chunk, gradients))
+        return Updates(self.arrays, chunk, self.keep, self.where)
+
+    @property
+    def resident(self) -> frozenset[str]:
+        """Names of the slabs on the device."""
+        return frozenset(slab.name for slab in self.slabs if slab.on_device)
+
+    def host_needed(self, program: Program, resident: Collection[str]) -> dict[str, int]:
+        """Host bytes by purpose."""
+        host = [s for s in program.slabs if s.name not in resident]
+        kept = 0
+        for slab in host:
+            wide = len(slab.users) > 1 or self.accumulates
+            if wide or self.keep:
+                kept += slab.layout.gradient_bytes(wide)
+        return {
+            "working weights": sum(s.layout.weight_bytes for s in host),
+            "optimizer state and exact masters": sum(s.layout.state_bytes(self.arrays) for s in host),
+            "gradients kept": kept,
+            "gradients in flight": self.ring_bytes,
+        }
+
+    def check_host(self, program: Program, resident: Collection[str]) -> None:
+        """Refuse a host budget that cannot work."""
+        needed = self.host_needed(program, resident)
+        allowed = self.host_budget or host_memory()
+        total = sum(needed.values())
+        if total > allowed:
+            rows = [*needed.items(), ("needed", total), ("allowed", allowed)]
+            raise BudgetError(
+                f"the model does not fit the host budget:\n{bytes_table(rows)}\n"
+                f"The smallest host budget that works is {total} bytes ({format_bytes(total)})",
+                smallest_host=total,
+            )
+
+    def take(self, program: Program, resident: Collection[str]) -> None:
+        """Move the model's weights into slabs, block by block, those of `resident` on the device."""
+        self.check_host(program, resident)
+        params = dict(self.model.named_parameters())
+        empty = [n for s in program.slabs for n in s.params if params[n].device.type == "meta"]
+        if empty:
+            raise UnsupportedError(
+                f"{len(empty)} parameters are on the meta device and have no values ({empty[0]}, ...); load the "
+                "weights before compiling (from_pretrained, or to_empty and initialise)"
+            )
+        for each in program.slabs:
+            slab = self._make(each.layout, each.name in resident)
+            for name in each.params:
+                slab.load(name, params[name])
+                params[name].data = slab.param(name)
+            self.slabs.append(slab)
+
+    def move(self, program: Program, resident: Collection[str]) -> bool:
+        """Move slabs between host and device until those of `resident` are there; whether any moved."""
+        if self.resident == frozenset(resident):
+            return False
+        self.check_host(program, resident)
+        params = dict(self.model.named_parameters())
+        for index, old in enumerate(self.slabs):
+            if old.on_device == (old.name in resident):
+                continue
+            new = self._make(old.layout, not old.on_device)
+            new.add_state(self.arrays)
+            new.copy_from(old)
+            for place in old.layout.places:
+                params[place.spec.name].data = new.param(place.spec.name)
+            self.slabs[index] = new
+            old.close()
+        return True
+
+    def _make(self, layout: SlabLayout, on_device: bool) -> Slab:
+        if on_device:
+            return DeviceSlab(layout, self.device)
+        cuda = self.device.type == "cuda"
+        return HostSlab(layout, pin=cuda, pin_state=cuda and self.where != "host")
