@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
     parser.add_argument("--split", type=int, default=3, help="steps timed by part, after the timed ones")
     parser.add_argument("--chunk", type=int, default=4096, help="tokens whose logits exist at a time")
+    parser.add_argument("--clip", type=float, default=None, metavar="NORM", help="clip the gradient's global norm")
     parser.add_argument("--seed", type=int, default=0, help="of the weights; the tokens' is one more")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--experts", choices=["grouped_mm", "batched_mm", "eager"], default="grouped_mm")
@@ -127,6 +128,8 @@ def main() -> None:
                 }
                 saved = save_gradients(gradients, args.save_grads, args.grads, getattr(torch, args.grads_dtype))
                 del gradients
+            if args.clip is not None:
+                torch.nn.utils.clip_grad_norm_(whole.parameters(), args.clip)
             optimizer.step()
             optimizer.zero_grad()
             synchronize(device)
@@ -142,6 +145,8 @@ def main() -> None:
             loss.backward()
             synchronize(device)
             marks.append(time.perf_counter())
+            if args.clip is not None:
+                torch.nn.utils.clip_grad_norm_(whole.parameters(), args.clip)
             optimizer.step()
             optimizer.zero_grad()
             synchronize(device)
@@ -159,6 +164,7 @@ def main() -> None:
         "batch": args.batch,
         "seq": args.seq,
         "dtype": args.dtype,
+        "clip": args.clip,
         "step_s": step_s,
         "steps_s": steady,
         "tokens_per_s": args.batch * args.seq / step_s if step_s else None,

@@ -14,13 +14,24 @@ import json
 import os
 import statistics
 import time
+from typing import Any
 
 import torch
 from common import ADAMW, HostMeter, batches, build_model, device_peaks, save_gradients, synchronize
 
 import oomc
+from oomc.optimizers import RULES
+from oomc.runtime.adamw import AdamW
 
 COMPARED = 5
+
+
+class NoUpdate(AdamW):
+    """What remains of a step when the update is left out."""
+
+    def update(self, *args: Any, **kwargs: Any) -> int:
+        """Do nothing."""
+        return 0
 
 
 def main() -> None:
@@ -34,6 +45,11 @@ def main() -> None:
     parser.add_argument("--device-budget", default=None)
     parser.add_argument("--host-budget", default=None)
     parser.add_argument("--backend", choices=["eager", "inductor"], default="eager")
+    parser.add_argument("--clip", type=float, default=None, metavar="NORM", help="clip the gradient's global norm")
+    parser.add_argument(
+        "--updates", choices=["host", "device", "none"], default=None,
+        help="who updates; none: gradients leave the device as ever, and the update does nothing",
+    )  # fmt: skip
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of small sizes")
     parser.add_argument("--save-grads", metavar="PATH", help="write the first gradients as safetensors, and stop")
@@ -55,9 +71,11 @@ def main() -> None:
     built = time.perf_counter()
     batch = next(stream)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    if args.updates == "none":
+        RULES[torch.optim.AdamW] = NoUpdate
     step = oomc.compile(
         model, oomc.Budget(args.device_budget, args.host_budget), optimizer=optimizer, example=batch, device=device,
-        backend=args.backend,
+        backend=args.backend, max_grad_norm=args.clip, updates="host" if args.updates == "none" else args.updates,
     )  # fmt: skip
     compiled = time.perf_counter()
     if args.save_grads:
@@ -101,6 +119,10 @@ def main() -> None:
                 "batch": args.batch,
                 "seq": args.seq,
                 "backend": args.backend,
+                "updates": args.updates,
+                "clip": args.clip,
+                "grad_norm": metrics["grad_norm"],
+                "state_bytes": metrics["state_bytes"],
                 "step_s": step_s,
                 "drained_s": drained,
                 "steps_s": steady,
