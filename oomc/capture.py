@@ -146,8 +146,7 @@ class _LossModule(torch.nn.Module):
         if loss is None:
             raise CaptureError(
                 f"found no scalar loss in {where} ({type(output).__name__}). Give the model its labels, return the "
-                "loss as `output.loss`, `output['loss']` or the first entry of a tuple, or pass loss_fn(output, batch), "
-                "which returns the loss or (sum, count)"
+                "loss as `output.loss`, `output['loss']` or the first entry of a tuple, or pass loss_fn(output, batch)"
             )
         return loss
 

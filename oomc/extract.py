@@ -43,12 +43,13 @@ def extract(workset: Workset, parameters: set[fx.Node], symbols: TokenSymbols) -
         val = meta.value(source)
         if meta.is_size(source):
             expr = private.expression(val)
-            if isinstance(val, torch.SymInt) and expr not in sizes:
+            symbolic = isinstance(val, torch.SymInt | torch.SymFloat)
+            if symbolic and expr not in sizes:
                 sizes[expr] = graph.placeholder(f"size_{len(sizes)}")
                 meta.set_value(sizes[expr], val)
                 inputs.append(FormInput("size", formula=symbols.formula(expr)))
                 workset.inputs.append(expr)
-            mapping[source] = sizes[expr] if isinstance(val, torch.SymInt) else val
+            mapping[source] = sizes[expr] if symbolic else val
             continue
         role = "parameter" if source in parameters else "value"
         mapping[source] = graph.placeholder(f"{'w' if role == 'parameter' else 'x'}_{len(inputs)}")

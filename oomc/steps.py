@@ -17,9 +17,12 @@ import torch
 
 FUNCTIONS = {
     "Mod": operator.mod, "PythonMod": operator.mod, "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv,
-    "Max": max, "Min": min, "floor": math.floor, "ceiling": math.ceil,
+    "Max": max, "Min": min, "floor": math.floor, "ceiling": math.ceil, "ToFloat": float,
+    "IntTrueDiv": operator.truediv, "FloatTrueDiv": operator.truediv,
 }  # fmt: skip
 """What sympy prints of size arithmetic beside operators."""
+OF_FLOATS = ("ToFloat", "TrueDiv")
+"""What tells that the number is a float; a size that is halved exactly is printed with `/` and is none."""
 
 
 def size(x: torch.Tensor, dim: int) -> int:
@@ -32,9 +35,10 @@ def _compiled(formula: str) -> CodeType:
     return compile(formula, formula, "eval")
 
 
-def calc(formula: str, batch: int, sequence: int) -> int:
+def calc(formula: str, batch: int, sequence: int) -> int | float:
     """A number computed from the batch's sizes, `B` and `S` in the formula (a sympy expression printed as text)."""
-    return int(eval(_compiled(formula), {"__builtins__": {}}, FUNCTIONS | {"B": batch, "S": sequence}))
+    number = eval(_compiled(formula), {"__builtins__": {}}, FUNCTIONS | {"B": batch, "S": sequence})
+    return float(number) if any(word in formula for word in OF_FLOATS) else int(number)
 
 
 def resident(rt: Any, name: str) -> torch.Tensor:

@@ -39,6 +39,7 @@ from oomc.errors import CaptureError, UnsupportedError
 from oomc.functionalize import functionalize
 from oomc.fxutil import append_placeholder, erase_dead, insert_call
 from oomc.loss import note_loss
+from oomc.match import repropagate
 from oomc.program import InputSpec, PassResult, Program
 
 aten = torch.ops.aten
@@ -179,7 +180,8 @@ def drop_no_ops(program: Program) -> bool:
 
 def count_by_comparison(program: Program) -> bool:
     """Replace `bincount(x, minlength=E)` of values below E, whose size is data-dependent, by a comparison."""
-    graph, changed = program.forward.graph, False
+    graph = program.forward.graph
+    counts: set[fx.Node] = set()
     for node in graph.find_nodes(op="call_function", target=aten.bincount.default):
         minlength = node.kwargs.get("minlength", node.args[2] if len(node.args) > 2 else 0)
         if not minlength or (len(node.args) > 1 and node.args[1] is not None):
@@ -193,8 +195,10 @@ def count_by_comparison(program: Program) -> bool:
             new = insert_call(graph, aten.sum.dim_IntList, (hits, [0]), like=node)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
-        changed = True
-    return changed
+        counts.add(new)
+    if counts:
+        repropagate(graph, counts)
+    return bool(counts)
 
 
 def split_mean_losses(program: Program) -> bool:

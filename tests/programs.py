@@ -246,6 +246,15 @@ def run_step(program: Program, own: nn.Module) -> tuple[Tensor, dict[str, Tensor
     return loss, interpreter.grads
 
 
+def count_of(program: Program, own: nn.Module) -> float | None:
+    """The number of valid labels that the step graph hands out."""
+    interpreter = _Interpreter(program, tensors_of(program, own))
+    inputs = batch()
+    with torch.no_grad():
+        interpreter.run(None, *(inputs[s.target] for s in program.inputs if s.kind == "input"))
+    return interpreter.count
+
+
 def run_forward(program: Program, own: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients by the forward graph under autograd."""
     known: dict[str, Tensor] = tensors_of(program, own) | batch() | {"rng": RNG}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
-from oomc import meta, steps
+from oomc import meta, pipeline, steps
+from oomc.capture import Batch, capture
 from oomc.printer import print_program
 from tests import programs
 from tests.conftest import Golden
@@ -32,6 +35,23 @@ def test_tied_weights_contribute_once_for_each_block() -> None:
     program = programs.bare("tied")
     contributions = [n for n in program.graph.nodes if n.target is steps.gradients and "embed.weight" in n.args[2]]
     assert [meta.note(n).block for n in contributions] == [len(program.blocks) - 1, 0]
+
+
+@pytest.mark.parametrize("kind", ["mlp", "topk"])
+def test_the_count_of_valid_labels_leaves_before_any_gradient(kind: str) -> None:
+    program = programs.bare(kind)
+    assert programs.count_of(program, programs.model(kind)) == int((programs.batch()["labels"] != -100).sum())
+    nodes = list(program.graph.nodes)
+    (count,) = (n for n in nodes if n.target is steps.count)
+    assert nodes.index(count) < min(i for i, n in enumerate(nodes) if n.target is steps.gradients)
+    assert not count.users and count.args[1].users == {count: None}
+
+
+def test_a_loss_without_a_count_counts_nothing() -> None:
+    own = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    program = capture(own, Batch.bind(own, (), {"input": torch.randn(2, 3, 4)}), loss_fn=lambda y, _: y.square().mean())
+    program = pipeline.run_passes(program, pipeline.MODEL_PASSES, verify=True)
+    assert program.count is None and all(n.target is not steps.count for n in program.graph.nodes)
 
 
 def test_building_twice_gives_the_same_text() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from oomc.fxutil import insert_call
 from oomc.passes.canonicalize import Canonicalize
 from oomc.printer import print_program
 from oomc.program import InputSpec, Program
+from oomc.verify import verify_program
 from tests import programs
 from tests.conftest import Golden
 
@@ -88,6 +91,98 @@ def test_a_batch_without_labels_has_no_loss() -> None:
     program = Canonicalize()(captured(model, inputs)).program
     inputs["labels"] = torch.full_like(inputs["labels"], -100)
     assert run(program, model, inputs) == 0
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **options)
+
+
+def mean(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    return cross_entropy(logits, labels)
+
+
+def scaled(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    return (2.0 * cross_entropy(logits, labels).double() / 3).to(torch.float32)
+
+
+def own_division(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    return cross_entropy(logits, labels, reduction="sum") / (labels != -100).sum().clamp(min=1)
+
+
+def weighed(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    return (cross_entropy(logits, labels, reduction="none") * weights.flatten()).sum() / weights.sum()
+
+
+def without_gradient(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    return cross_entropy(logits, labels) + logits.mean().detach() + 0 * logits.sum()
+
+
+def with_noted_sum(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    return cross_entropy(logits, labels, reduction="sum") / 100.0
+
+
+def two_means(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    return cross_entropy(logits, labels) + cross_entropy(logits[:, 1:], labels[:, :-1])
+
+
+def by_class(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    return cross_entropy(logits, labels, weight=torch.arange(6.0))
+
+
+def of_the_model(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    return logits.square().sum() / logits.abs().sum()
+
+
+def two_penalties(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    return logits.square().mean() + logits.abs().mean()
+
+
+class Lossy(nn.Module):
+    """A linear layer with a loss, and another that knows of no labels."""
+
+    def __init__(self, loss: Any, auxiliary: bool) -> None:
+        super().__init__()
+        self.linear, self.loss, self.auxiliary = nn.Linear(4, 6), loss, auxiliary
+
+    def forward(self, x: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        logits = self.linear(x)
+        loss = self.loss(logits, labels, weights)
+        if self.auxiliary:
+            loss += 0.01 * logits.softmax(-1).mean((0, 1)).square().sum()
+        return loss
+
+
+AUXILIARY = ("loss += 0.01 * logits.softmax(-1).mean((0, 1)).square().sum()",)
+
+
+@pytest.mark.parametrize(
+    ("loss", "count", "auxiliary"),
+    [
+        (mean, 4.0, ()),
+        (scaled, 4.0, ()),
+        (mean, 4.0, AUXILIARY),
+        (own_division, 4.0, ()),
+        (weighed, 3.75, ()),
+        (without_gradient, 4.0, ()),
+        (with_noted_sum, None, ()),
+        (two_means, None, ()),
+        (by_class, None, ()),
+        (of_the_model, None, ()),
+        (two_penalties, None, None),
+    ],
+)
+def test_the_count_of_labels_becomes_an_output(loss: Any, count: float | None, auxiliary: Any) -> None:
+    """Where there is one, and only one; and the terms of the loss that have nothing to do with labels are noted."""
+    torch.manual_seed(0)
+    model = Lossy(loss, auxiliary=bool(auxiliary))
+    inputs = wordy()[1] | {"weights": torch.tensor([[0.5, 1.0, 0.0], [2.0, 0.0, 0.25]])}
+    program = Canonicalize()(captured(model, inputs)).program
+    verify_program(program, "canonicalize")
+    known = programs.tensors_of(program, model) | inputs
+    outputs = program.forward(*(known[s.target] for s in program.inputs))
+    torch.testing.assert_close(outputs[0], model(**inputs), rtol=1e-6, atol=0)
+    assert [float(c) for c in outputs[1:]] == ([] if count is None else [count])
+    assert program.notes["auxiliary"] == auxiliary
 
 
 class Noise(nn.Module):

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 import oomc
 from oomc.capture import Batch, capture, find_loss
+from oomc.passes.canonicalize import Canonicalize
 from tests.cases_models import Stack
 from tests.helpers import compiled, relative, tokens, worst
-from tests.programs import VOCAB
+from tests.programs import VOCAB, tensors_of
 from tests.reference import Reference
 
 BATCH = tokens(2, 12, vocab=VOCAB)
@@ -130,6 +131,48 @@ def check_loss_fn(loss_fn: Any, batches: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("loss_fn", [shifted, reshaped, transposed, counted, gathered])
 def test_loss_functions(loss_fn: Any) -> None:
     check_loss_fn(loss_fn, [tokens(2, 12, VOCAB, masked=True), tokens(3, 20, VOCAB, seed=1), tokens(1, 7, VOCAB)])
+
+
+def summed(logits: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    """A sum over tokens that weigh 0.25 each, and what they weigh."""
+    losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    return 0.25 * losses.sum(), 0.25 * (batch["labels"] != -100).sum()
+
+
+@pytest.mark.parametrize("valid", [24, 1, 0])
+def test_a_sum_and_its_count(valid: int) -> None:
+    torch.manual_seed(0)
+    model = Stack(2, wrap=lambda _, logits: logits)
+    batch = tokens(2, 12, VOCAB)
+    batch["labels"].flatten()[valid:] = -100
+    program = Canonicalize()(capture(model, Batch.bind(model, (), batch), loss_fn=summed)).program
+    assert program.count is not None
+    known = tensors_of(program, model) | batch
+    loss, count = program.forward(*(known[s.target] for s in program.inputs))
+    total, expected = summed(model(**batch), batch)
+    assert count == expected == 0.25 * valid
+    assert relative(loss, total / expected if valid else torch.zeros(())) <= 1e-6
+
+
+def count_as_an_int(logits: Tensor, batch: Any) -> Any:
+    return logits.sum(), batch["labels"].numel()
+
+
+def count_as_a_bool(logits: Tensor, batch: Any) -> Any:
+    return logits.sum(), (batch["labels"] != -100).any()
+
+
+@pytest.mark.parametrize("loss_fn", [count_as_an_int, count_as_a_bool])
+def test_a_count_that_is_no_tensor_of_a_number_is_refused(loss_fn: Any) -> None:
+    model = Stack(2, wrap=lambda _, logits: logits)
+    with pytest.raises(oomc.CaptureError, match=r"count by tensor operations, as in \(labels != -100\)\.sum\(\)"):
+        capture(model, Batch.bind(model, (), BATCH), loss_fn=loss_fn)
+
+
+def test_a_loss_function_may_return_the_loss_first() -> None:
+    model = Stack(2, wrap=lambda _, logits: logits)
+    program = capture(model, Batch.bind(model, (), BATCH), loss_fn=lambda x, batch: (shifted(x, batch), x))
+    assert program.count is None
 
 
 class Rows(nn.Module):

@@ -245,6 +245,31 @@ def test_case_20_frozen_parameters_stay_and_cost_nothing() -> None:
     assert sum(s.layout.state_elements for s in step._state.slabs) <= trained + 64 * len(step._state.slabs)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_case_21_the_routers_auxiliary_loss(name: str) -> None:
+    """Its gradient reaches the router whatever the plan, and the report says that it is on."""
+    batch, like = tokens(2, 24, masked=True), (name, "auxiliary loss")
+    model = tiny.build(name, aux_loss=True, router_aux_loss_coef=1.0)
+    probe = compiled(copy.deepcopy(model), batch, like=like, device="1KiB", prepare=False)
+    with pytest.raises(oomc.BudgetError) as caught:
+        probe.prepare(**batch)
+    gradients = []
+    for device in (None, caught.value.smallest_device):
+        step = compiled(copy.deepcopy(model), batch, like=like, device=device)
+        assert_same_gradients(step, model, [batch])
+        gradients.append(step.gradients())
+        report = str(step.report())
+        assert "auxiliary loss: on, beside the labels' there is `loss += self.router_aux_loss_coef * aux_loss" in report
+        assert "micro-batches weigh by their valid labels" in report
+    off = compiled(tiny.build(name), batch, like=(name, torch.float32))
+    off.forward_backward(**batch)
+    assert "auxiliary loss: off" in str(off.report())
+    routers = [n for n in gradients[0] if n.endswith("mlp.gate.weight")]
+    assert routers, list(gradients[0])
+    for router in routers:
+        assert relative(off.gradients()[router], gradients[0][router]) > 1e-2, "it makes no difference"
+
+
 def test_case_22_an_unused_parameter_is_left_alone() -> None:
     torch.manual_seed(0)
     model = Stack(2)

@@ -450,6 +450,55 @@ def test_backward_from_what_is_not_the_loss(step: Program) -> None:
     broken(step, "it starts the backward from what is not the loss")
 
 
+# --- the count of valid labels
+
+
+def test_labels_that_are_not_counted_or_twice(step: Program) -> None:
+    count = call(step, steps.count)
+    clone_after(count, count)
+    broken(step, "the valid labels are counted 2 times, not 1")
+    for node in calls(step, steps.count):
+        step.graph.erase_node(node)
+    broken(step, "the valid labels are counted 0 times, not 1")
+
+
+def test_another_value_as_the_count(step: Program) -> None:
+    count = call(step, steps.count)
+    loss = call(step, steps.ones_like).args[0]
+    set_arg(count, 1, loss)
+    loss.append(count)  # type: ignore[union-attr]
+    broken(step, f"%{loss} is not the number of valid labels")
+
+
+def test_a_count_where_the_loss_has_none(step: Program) -> None:
+    (output,) = step.forward.graph.find_nodes(op="output")
+    before = output.args
+    output.args = ((step.loss,),)
+    try:
+        broken(step, "the valid labels are counted 1 times, not 0", "is not the number of valid labels")
+    finally:
+        output.args = before  # the forward graph is shared
+
+
+def test_labels_that_are_counted_late(step: Program) -> None:
+    calls(step, steps.offload)[0].append(call(step, steps.count))
+    broken(step, "the valid labels are counted after gradients have left")
+
+
+def test_labels_that_are_counted_again(step: Program) -> None:
+    count = call(step, steps.count)
+    part: Any = count.args[1]
+    with step.graph.inserting_before(count):
+        again = step.graph.call_function(steps.run, part.args[0].args)
+        copy_of_part = step.graph.call_function(operator.getitem, (again, part.args[1]))
+    for new, old in ((again, part.args[0]), (copy_of_part, part)):
+        meta.set_value(new, meta.value(old))
+        meta.set_note(new, replace(meta.note(old), phase="recompute"))
+    set_arg(again, 2, "recompute")
+    set_arg(count, 1, copy_of_part)
+    broken(step, "is computed again: the count comes from the forward")
+
+
 # --- what is computed from what
 
 
@@ -621,6 +670,16 @@ def not_the_loss(program: Program) -> None:
     output.args = ((graph_nodes(program, "relu")[0],),)
 
 
+def not_the_count(program: Program) -> None:
+    (output,) = program.forward.graph.find_nodes(op="output")
+    output.args = ((program.loss, graph_nodes(program, "relu")[0]),)
+
+
+def three_outputs(program: Program) -> None:
+    (output,) = program.forward.graph.find_nodes(op="output")
+    output.args = ((program.loss, program.count, program.count),)
+
+
 def out_of_order(program: Program) -> None:
     graph_nodes(program, "relu")[0].append(graph_nodes(program, "embedding")[0])
 
@@ -634,7 +693,9 @@ def out_of_order(program: Program) -> None:
         (assertion, "an assert is left"),
         (no_value, "the node has no value"),
         (lost_input, "placeholders, but the program has"),
-        (not_the_loss, "the output is not the tuple of one scalar loss"),
+        (not_the_loss, "the first output is no scalar loss"),
+        (not_the_count, "the second output is no count of labels"),
+        (three_outputs, "the output is not the tuple of the loss, or of the loss and its count"),
         (out_of_order, "is used before it is made"),
     ],
 )
