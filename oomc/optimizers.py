@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
 from oomc.errors import UnsupportedError
 from oomc.runtime.adamw import AdamW
+from oomc.runtime.low_bit import LowBitAdamW
 from oomc.runtime.optim import UpdateRule
+from oomc.runtime.sgd import SGD
 
-RULES: dict[type[torch.optim.Optimizer], Callable[[], UpdateRule]] = {torch.optim.AdamW: AdamW}
-"""Update rules by the torch optimizer that they do the work of; another one is a file like runtime/adamw.py."""
+StateWidth = Literal["fp32", "bf16", "8bit"]
+
+RULES: dict[type[torch.optim.Optimizer], Callable[[], UpdateRule]] = {torch.optim.AdamW: AdamW, torch.optim.SGD: SGD}
+"""Update rules by the torch optimizer that they do the work of; another one is a file like runtime/sgd.py."""
+
+STATES: dict[type[torch.optim.Optimizer], tuple[StateWidth, ...]] = {torch.optim.AdamW: ("fp32", "bf16", "8bit")}
+"""In what widths an optimizer can keep its state, where not in fp32 alone."""
 
 UNSUPPORTED_FLAGS = ("amsgrad", "maximize", "differentiable", "capturable")
 
 
-def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule:
-    """The update rule that computes what `optimizer` would.
+def rule_of(optimizer: torch.optim.Optimizer, state: StateWidth = "fp32") -> UpdateRule:
+    """The update rule that computes what `optimizer` would, with state of that width.
 
     Raises:
-        UnsupportedError: there is none, the optimizer has a flag that is not supported, or it has state already.
+        UnsupportedError: there is none, not with such state, the optimizer has a flag that is not supported, or it has
+            state already.
     """
     make = RULES.get(type(optimizer))
     if make is None:
         names = ", ".join(f"torch.optim.{kind.__name__}" for kind in RULES)
         raise UnsupportedError(f"optimizer {type(optimizer).__name__} is not supported; use one of {names}")
+    states = STATES.get(type(optimizer), ("fp32",))
+    if state not in states:
+        name, known = type(optimizer).__name__, ", ".join(map(repr, states))
+        raise UnsupportedError(f"state={state!r} is not supported for torch.optim.{name}; it has {known}")
     for index, group in enumerate(optimizer.param_groups):
         for flag in UNSUPPORTED_FLAGS:
             if group.get(flag):
@@ -36,7 +49,9 @@ def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule:
         raise UnsupportedError(
             "the optimizer has state already (it was stepped before); give compile a fresh one, made from the model"
         )
-    return make()
+    if make is SGD:
+        return SGD(momentum=any(float(group["momentum"]) != 0.0 for group in optimizer.param_groups))
+    return make() if state == "fp32" else LowBitAdamW(state)
 
 
 def groups_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, int]:

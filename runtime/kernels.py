@@ -21,6 +21,7 @@ from numba.extending import intrinsic
 Array: TypeAlias = np.ndarray[Any, Any]
 
 BLOCK = 4096
+HASH_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)  # of a hash of 32 bits found by search, "lowbias32"
 SQUARES = 256  # sums kept side by side: numba reorders no additions, so that a single one would not vectorise
 
 
@@ -69,6 +70,24 @@ def fused(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
         return builder.fma(*args)
 
     return types.float32(a, b, c), build
+
+
+@intrinsic
+def random_bits(typingctx: Any, key: Any, index: Any) -> Any:
+    """32 random bits (int32) for `key` (int32) and `index` (an integer, of which 32 bits count)."""
+    if key != types.int32 or not isinstance(index, types.Integer):
+        return None
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        index_bits = args[1] if index.bitwidth == 32 else builder.trunc(args[1], word)
+        bits = builder.xor(args[0], index_bits)
+        for shift, multiplier in zip((16, 15), HASH_MULTIPLIERS):
+            bits = builder.xor(bits, builder.lshr(bits, ir.Constant(word, shift)))
+            bits = builder.mul(bits, ir.Constant(word, multiplier))
+        return builder.xor(bits, builder.lshr(bits, ir.Constant(word, 16)))
+
+    return types.int32(key, index), build
 
 
 @kernel
