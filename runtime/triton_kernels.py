@@ -3,8 +3,8 @@
 What that takes: no contraction (`enable_fp_fusion=False`) but explicit `fma` where numba has `fused`; square roots and
 quotients rounded to nearest and kept where they are denormal (`enable_reflect_ftz=False`, `sqrt_rn`, `div_rn`); bf16
 data as int16 bits. Everything that changes from step to step is a plain float argument, or an integer that is not
-specialised for, so that a kernel is compiled once for each combination of dtypes (and of the sizes' divisibility by
-16, for wide loads), not for each step.
+specialised for, so that a kernel is compiled once for each combination of dtypes (and of sizes and addresses being
+multiples of 16 or not, for wide loads), not for each step.
 
 Tiles are of [ROWS, 64] elements: a row is a block of the 8-bit state. Triton is imported here and nowhere else.
 """
@@ -29,7 +29,7 @@ _EXACT = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 
 
 def _jit(*unspecialised: str) -> Callable[[Callable[..., Any]], Any]:
-    return triton.jit(do_not_specialize=list(unspecialised))
+    return triton.jit(do_not_specialize=list(unspecialised), do_not_specialize_on_alignment=["m_base", "v_base"])
 
 
 @_jit()
