@@ -123,6 +123,7 @@ def main() -> None:
                 "clip": args.clip,
                 "grad_norm": metrics["grad_norm"],
                 "state_bytes": metrics["state_bytes"],
+                "stall_s": metrics["stall_s"],
                 "step_s": step_s,
                 "drained_s": drained,
                 "steps_s": steady,

@@ -11,10 +11,12 @@ the host already, so it moves less.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from common import ADAMW
@@ -45,9 +47,12 @@ def torch_fused(count: int) -> Callable[[], None]:
 
 
 class Engine:
-    """The runtime over slabs of `count` parameters, on `threads` host workers, with chunks of `chunk` elements."""
+    """The runtime over slabs of `count` parameters, on `threads` host workers.
 
-    def __init__(self, count: int, threads: int, chunk: int, device: torch.device) -> None:
+    A chunk has `chunk` elements, and what a worker updates at a time has `buffer`.
+    """
+
+    def __init__(self, count: int, threads: int, chunk: int, buffer: int, device: torch.device) -> None:
         cuda = device.type == "cuda"
         self.slabs = []
         for index, start in enumerate(range(0, count, PIECE)):
@@ -58,7 +63,7 @@ class Engine:
         self.gradients = [torch.randn(s.layout.bf16.elements, device=device).bfloat16() for s in self.slabs]
         self.hyper = AdamW().hyper(ADAMW)
         self.runtime = Runtime(
-            device, self.slabs, [], AdamW(), {"w": 0}, ring_bytes=4 * threads * chunk, chunk_elems=chunk, where="both",
+            device, self.slabs, [], AdamW(), {"w": 0}, chunk_elems=chunk, buffer_elems=buffer, where="both",
             workers=threads,
         )  # fmt: skip
 
@@ -78,31 +83,31 @@ class Engine:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, default=1e9)
-    parser.add_argument("--chunk", default="4194304", help="elements, several with commas")
+    parser.add_argument("--chunk", default="8388608", help="elements, several with commas")
+    parser.add_argument("--buffer", default="1048576", help="elements of a ring buffer, several with commas")
     parser.add_argument("--threads", default=str(physical_cores()), help="host workers, several with commas")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     args = parser.parse_args()
     count, device = int(args.params), torch.device(args.device)
     fused = torch_fused(count)
-    chunks, threads = ([int(float(x)) for x in text.split(",")] for text in (args.chunk, args.threads))
+    lists = ([int(float(x)) for x in text.split(",")] for text in (args.threads, args.chunk, args.buffer))
     table: list[dict[str, object]] = []
-    for number in threads:
-        for chunk in chunks:
-            engine = Engine(count, number, chunk, device)
-            rows: dict[str, Callable[[], None]] = {"torch fused": fused}
-            for where in ("host", "device", "both"):
-                rows[where] = lambda where=where: engine.update(where)  # type: ignore[misc]
-            seconds: dict[str, list[float]] = {name: [] for name in rows}
-            for round_ in range(args.repeat + 1):
-                for name, row in rows.items():
-                    start = time.perf_counter()
-                    row()
-                    if round_ > 0:  # the first round touches memory and compiles
-                        seconds[name].append(time.perf_counter() - start)
-            engine.runtime.close()
-            rates = {name: count / statistics.median(times) / 1e9 for name, times in seconds.items()}
-            table.append({"threads": number, "chunk": chunk, **rates})
+    for number, chunk, buffer in itertools.product(*lists):
+        engine = Engine(count, number, chunk, buffer, device)
+        rows: dict[str, Callable[[], None]] = {"torch fused": fused}
+        for where in ("host", "device", "both"):
+            rows[where] = partial(engine.update, where)
+        seconds: dict[str, list[float]] = {name: [] for name in rows}
+        for round_ in range(args.repeat + 1):
+            for name, row in rows.items():
+                start = time.perf_counter()
+                row()
+                if round_ > 0:  # the first round touches memory and compiles
+                    seconds[name].append(time.perf_counter() - start)
+        engine.runtime.close()
+        rates = {name: count / statistics.median(times) / 1e9 for name, times in seconds.items()}
+        table.append({"threads": number, "chunk": chunk, "buffer": buffer, **rates})
     print(tabulate(table, headers="keys", floatfmt=".2f"))
     print(json.dumps(table))
 

@@ -134,7 +134,8 @@ def _larger(
         if slab.name in resident and need <= left:
             chosen.append(slab.name)
             left -= need
-    holds = [1] if accumulate else [len(bare.blocks), 4, 2, 1]
+    blocks = len(bare.blocks)
+    holds = [1] if accumulate else sorted({blocks, *(h for h in (24, 16, 12, 8, 6, 5, 4, 3, 2, 1) if h < blocks)})[::-1]
     while True:
         for hold in holds:
             if chosen or hold > candidate.hold:

@@ -10,15 +10,11 @@ from oomc.errors import BudgetError, UnsupportedError
 from oomc.limits import host_memory
 from oomc.plan import Updates, bytes_table, format_bytes
 from oomc.program import Program
+from oomc.runtime.gradients import BUFFER_ELEMENTS, BUFFERS_PER_WORKER, CHUNK_ELEMENTS
 from oomc.runtime.layout import SlabLayout, StateArray
 from oomc.runtime.pool import physical_cores
 from oomc.runtime.slabs import DeviceSlab, HostSlab, Slab
 from oomc.runtime.updates import Where, chunk_bytes_of
-
-CHUNK_ELEMENTS = 4 << 20
-"""bf16 gradients in a chunk of an update: copies and kernels of this size are near their best rates."""
-BUFFERS_PER_WORKER = 2
-"""Ring buffers for each host worker: one is being updated from while the next one fills."""
 
 
 class State:
@@ -34,7 +30,8 @@ class State:
 
     Attributes:
         slabs: in the order of the program; empty until `take`.
-        chunk_elements, ring_bytes: of updates; known from `size_updates` on.
+        chunk_elements, buffer_elements: of updates; known from `size_updates` on.
+        workers: threads that update on the host.
     """
 
     def __init__(
@@ -45,18 +42,16 @@ class State:
         self.arrays, self.where, self.keep = tuple(arrays), where, keep
         self.slabs: list[Slab] = []
         self.accumulates = False
-        self.chunk_elements = CHUNK_ELEMENTS
-        self.ring_bytes = 0
+        self.chunk_elements, self.buffer_elements = CHUNK_ELEMENTS, BUFFER_ELEMENTS
+        self.workers = physical_cores()
 
     def size_updates(self, program: Program) -> Updates:
         """Choose the size of chunks and of the gradient ring by the model's largest slab."""
         layouts = [s.layout for s in program.slabs]
         largest = max((lay.state_elements for lay in layouts), default=0)
         self.chunk_elements = min(CHUNK_ELEMENTS, max(4096, largest // 8))
-        chunk = chunk_bytes_of(self.chunk_elements)
-        gradients = max((lay.gradient_bytes(wide=True) for lay in layouts), default=0)
-        self.ring_bytes = max(3 * chunk, min(BUFFERS_PER_WORKER * physical_cores() * chunk, gradients))
-        return Updates(self.arrays, chunk, self.keep, self.where)
+        self.buffer_elements = min(BUFFER_ELEMENTS, max(1024, self.chunk_elements // 8))
+        return Updates(self.arrays, chunk_bytes_of(self.chunk_elements), self.keep, self.where)
 
     @property
     def resident(self) -> frozenset[str]:
@@ -75,7 +70,7 @@ class State:
             "working weights": sum(s.layout.weight_bytes for s in host),
             "optimizer state and exact masters": sum(s.layout.state_bytes(self.arrays) for s in host),
             "gradients kept": kept,
-            "gradients in flight": self.ring_bytes,
+            "gradients in flight": BUFFERS_PER_WORKER * max(2, self.workers) * chunk_bytes_of(self.buffer_elements),
         }
 
     def check_host(self, program: Program, resident: Collection[str]) -> None:

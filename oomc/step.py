@@ -22,7 +22,7 @@ from oomc.plan import Plan
 from oomc.program import Program
 from oomc.report import Report
 from oomc.runtime.chaos import Adversary
-from oomc.runtime.gradients import Clipping
+from oomc.runtime.gradients import BUFFERS_PER_WORKER, Clipping
 from oomc.runtime.meter import Meter, cuda_usage, host_bytes
 from oomc.runtime.step import StepRuntime
 from oomc.runtime.updates import StepCounts
@@ -118,7 +118,8 @@ class Step:
         residents = {s.target: buffers[s.target] for s in program.inputs if s.kind == "buffer"} | program.constants
         runtime = StepRuntime(
             options.device, self._state.slabs, plan.slots, self._rule, self._groups,
-            ring_bytes=self._state.ring_bytes, chunk_elems=self._state.chunk_elements, where=plan.where,
+            chunk_elems=self._state.chunk_elements, buffer_elems=self._state.buffer_elements,
+            buffers=BUFFERS_PER_WORKER * max(2, self._state.workers), workers=self._state.workers, where=plan.where,
             adversary=None if options.chaos is None else Adversary(options.chaos), synchronous=options.synchronous,
             forms=program.forms, compiled=program.compiled, residents=residents, seed=options.seed,
         )  # fmt: skip
@@ -306,7 +307,8 @@ class Step:
 
         loss, tokens, valid_tokens (labels that count; None if unknown), tokens_per_s, step_s (host seconds of the call,
         updates excluded), grad_norm (before clipping; None where it was not asked for), skipped (steps that updated
-        nothing), device_peak and device_projected (bytes), host_peak (bytes beyond what the process held before
+        nothing), stall_s (host seconds blocked by weights that were not updated yet, and by gradients that had not left,
+        as a dict), device_peak and device_projected (bytes), host_peak (bytes beyond what the process held before
         compiling), h2d_bytes and d2h_bytes (weights and gradients), state_bytes (moved by updates on the device),
         nonfinite (gradient elements), steps, traces, plans, compilations. Reading them waits for the gradient norm.
         """
@@ -326,6 +328,7 @@ class Step:
             "step_s": seconds,
             "grad_norm": updated.grad_norm,
             "skipped": self._skipped,
+            "stall_s": dict(counts.stalls),
             "device_peak": self._last["device_peak"],
             "device_projected": self.projected,
             "host_peak": max(0, host_bytes() - self._host_start),

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from oomc.runtime.chaos import Adversary
-from oomc.runtime.gradients import Clipping, GradientSink, GradientTicket, Mode
+from oomc.runtime.gradients import BUFFER_ELEMENTS, CHUNK_ELEMENTS, Clipping, GradientSink, GradientTicket, Mode
 from oomc.runtime.lanes import Lane, mark
 from oomc.runtime.optim import UpdateRule, compile_rule
 from oomc.runtime.pool import Pool
@@ -40,7 +40,7 @@ class Runtime:
         slot_bytes: sizes of the device slots for weights.
         rule: the optimizer, or None where nothing is trained.
         groups: parameter group index of each trainable parameter.
-        ring_bytes, chunk_elems: size of the gradient ring and of its chunks (see GradientSink).
+        chunk_elems, buffer_elems, buffers: sizes of an update's chunks and of the gradient ring (see GradientSink).
         where: who updates slabs on the host.
         workers: host worker threads; None for one a physical core.
         adversary: random delays and poisoned buffers, to make a missing wait show.
@@ -55,8 +55,9 @@ class Runtime:
         rule: UpdateRule | None = None,
         groups: Mapping[str, int] | None = None,
         *,
-        ring_bytes: int = 256 << 20,
-        chunk_elems: int = 4 << 20,
+        chunk_elems: int = CHUNK_ELEMENTS,
+        buffer_elems: int = BUFFER_ELEMENTS,
+        buffers: int | None = None,
         where: Where = "host",
         workers: int | None = None,
         adversary: Adversary | None = None,
@@ -78,8 +79,8 @@ class Runtime:
                 if slab.layout.state_elements:
                     slab.add_state(rule.arrays)
             self._sink = GradientSink(
-                rule, dict(groups or {}), self._pool, self._d2h, ring_bytes=ring_bytes, chunk_elems=chunk_elems,
-                where=where, adversary=adversary, synchronous=synchronous,
+                rule, dict(groups or {}), self._pool, self._d2h, chunk_elems=chunk_elems,
+                buffer_elems=buffer_elems, buffers=buffers, where=where, adversary=adversary, synchronous=synchronous,
             )  # fmt: skip
         self._counts = StepCounts()
         self._leaving: dict[str, list[GradientTicket]] = {}
@@ -146,7 +147,8 @@ class Runtime:
 
     def wait(self, fetch: Fetch) -> None:
         """Make the compute wait for a fetch."""
-        fetch.wait()
+        with self._counts.stall("weights"):
+            fetch.wait()
 
     def weights(self, fetch: Fetch) -> tuple[torch.Tensor, ...]:
         """The fetched parameters, in the layout's order: views of the slot, valid between `wait` and `release`."""
@@ -155,7 +157,8 @@ class Runtime:
     def held(self, slab_id: str) -> tuple[torch.Tensor, ...]:
         """The parameters of a slab on the device, in the layout's order, once its updates are done."""
         slab = self.slabs[slab_id]
-        slab.wait_updated()
+        with self._counts.stall("weights"):
+            slab.wait_updated()
         if self._sink is not None:
             self._sink.used(slab_id)
         return slab.layout.views(slab.weights)
@@ -178,7 +181,8 @@ class Runtime:
 
         Must be called for every ticket before the gradients' memory is reused: the ticket holds them until then.
         """
-        ticket.wait()
+        with self._counts.stall("gradients"):
+            ticket.wait()
         for slab, tickets in list(self._leaving.items()):
             if ticket in tickets:
                 tickets.remove(ticket)
@@ -187,8 +191,9 @@ class Runtime:
 
     def retire_carried(self, slab_id: str) -> None:
         """`wait_gradients` for what is left of the step before."""
-        for ticket in self._leaving.pop(slab_id, ()):
-            ticket.wait()
+        with self._counts.stall("gradients"):
+            for ticket in self._leaving.pop(slab_id, ()):
+                ticket.wait()
 
     def retire_all(self) -> None:
         """`wait_gradients` for all gradients that have not left yet."""

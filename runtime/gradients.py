@@ -42,6 +42,12 @@ from oomc.runtime.updates import (
     plan_chunks,
 )
 
+CHUNK_ELEMENTS = 8 << 20
+"""bf16 gradients in a chunk: copies of this size are near their best rate."""
+BUFFER_ELEMENTS = 1 << 20
+"""bf16 gradients in a ring buffer: the whole ring then fits a server's last-level cache."""
+BUFFERS_PER_WORKER = 2
+"""One is being updated from while the next one fills."""
 Mode = Literal["update", "keep", "sum"]
 
 
@@ -85,8 +91,9 @@ class GradientSink:
         groups: index into the hyperparameters, for each trainable parameter's name.
         pool: where updates on the host run.
         lane: the d2h lane.
-        ring_bytes: host memory of the ring (three chunks at least).
-        chunk_elems: elements of bf16 in a chunk, half as many of fp32.
+        chunk_elems: elements of bf16 in a chunk, half as many of fp32: what is taken from the queue at a time.
+        buffer_elems: elements of bf16 in a buffer of the ring: what a host worker updates at a time.
+        buffers: of the ring; None for two a worker.
         where: who updates slabs on the host.
         adversary: delays, and poisons freed buffers, if given.
         synchronous: no threads: every update is done when its call returns.
@@ -99,8 +106,9 @@ class GradientSink:
         pool: Pool,
         lane: Lane,
         *,
-        ring_bytes: int = 256 << 20,
-        chunk_elems: int = 4 << 20,
+        chunk_elems: int = CHUNK_ELEMENTS,
+        buffer_elems: int = BUFFER_ELEMENTS,
+        buffers: int | None = None,
         where: Where = "host",
         adversary: Adversary | None = None,
         synchronous: bool = False,
@@ -108,7 +116,9 @@ class GradientSink:
         self._rule, self._groups, self._pool, self._lane = rule, groups, pool, lane
         self._adversary = adversary
         self.chunk_bytes = chunk_bytes_of(chunk_elems)
-        self.ring = Ring(ring_bytes, self.chunk_bytes, pin=lane.device.type == "cuda")
+        count = buffers or BUFFERS_PER_WORKER * pool.workers
+        buffer = min(self.chunk_bytes, chunk_bytes_of(buffer_elems))
+        self.ring = Ring(count, buffer, pin=lane.device.type == "cuda")
         self._queue = UpdateQueue(where)
         self._host = HostUpdates(self.ring, pool, lane.device, adversary)
         stages = 0 if where == "host" else STAGES
@@ -305,7 +315,7 @@ class GradientSink:
         kept.names.update(names)
         ranges = slab.layout.gradient_ranges
         targets = [kept.tensor(*ranges[name]) for name in names]
-        chunks = plan_chunks([t.numel() for t in targets], [t.dtype for t in targets], self.chunk_bytes)
+        chunks = plan_chunks([t.numel() for t in targets], [t.dtype for t in targets], self.ring.buffer_bytes)
         values = [0.0] * len(chunks)
         countdown = Countdown(len(chunks))
         slab.add_pending(names, countdown)
@@ -350,7 +360,7 @@ class GradientSink:
         kept.names.update(names)
         ranges = slab.layout.gradient_ranges
         targets = [kept.tensor(*ranges[name]) for name in names]
-        chunks = plan_chunks([g.numel() for g in flat], [g.dtype for g in flat], self.chunk_bytes)
+        chunks = plan_chunks([g.numel() for g in flat], [g.dtype for g in flat], self.ring.buffer_bytes)
         earlier, countdown = slab.pending(names), Countdown(len(chunks))
         slab.add_pending(names, countdown)
 
@@ -395,7 +405,7 @@ class GradientSink:
         targets = [slab.kept.tensor(*ranges[name]) for name in names]
         if slab.on_device:
             return math.fsum(float(_squares_of(target)) for target in targets)
-        chunks = plan_chunks([t.numel() for t in targets], [t.dtype for t in targets], self.chunk_bytes)
+        chunks = plan_chunks([t.numel() for t in targets], [t.dtype for t in targets], self.ring.buffer_bytes)
         values, countdown = [0.0] * len(chunks), Countdown(len(chunks))
 
         def square(index: int) -> None:

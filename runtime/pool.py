@@ -6,6 +6,7 @@ there is: neither OMP_NUM_THREADS nor numba's own threads have a say.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import os
@@ -15,6 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from oomc.runtime.chaos import Adversary, attempt
+
+
+NICE = 10
+"""Scheduling priority of the workers: below that of other threads of the process."""
 
 
 def physical_cores() -> int:
@@ -34,22 +39,31 @@ def physical_cores() -> int:
 
 
 class Countdown:
-    """Done when `parts` parts are; `wait` raises the first error that a part reported."""
+    """Done when `parts` parts are; `wait` raises the first error that a part reported.
 
-    def __init__(self, parts: int) -> None:
+    With `whole`, it is itself one part of that countdown.
+    """
+
+    def __init__(self, parts: int, whole: Countdown | None = None) -> None:
         self._left = parts
+        self._whole = whole
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._error: BaseException | None = None
         if parts == 0:
-            self._done.set()
+            self._end()
 
     def part_done(self) -> None:
         """One part less."""
         with self._lock:
             self._left -= 1
             if self._left == 0:
-                self._done.set()
+                self._end()
+
+    def _end(self) -> None:
+        self._done.set()
+        if self._whole is not None:
+            self._whole.part_done()
 
     def finish(self) -> None:
         """End now, without an error; parts that still report are ignored."""
@@ -61,6 +75,8 @@ class Countdown:
             if self._error is None:
                 self._error = error
             self._done.set()
+        if self._whole is not None:
+            self._whole.fail(error)
 
     def succeeded(self) -> bool:
         """Whether all parts are done, without an error."""
@@ -131,6 +147,9 @@ class Pool:
 
 
 def _work(tasks: _Tasks, adversary: Adversary | None) -> None:
+    with contextlib.suppress(OSError):
+        # behind the threads that issue compute and copies, which need little and must not wait for a core
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
     while True:
         with tasks.changed:
             while not tasks.heap and not tasks.closed:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -95,6 +96,8 @@ class StepCounts:
         nonfinite: gradient elements that were applied and not finite.
         offloads: times that gradients have left for a slab.
         updates: updates of slabs begun.
+        stalls: seconds for which the thread that issues the compute was blocked, by what it waited for: "weights" that
+            were not issued yet, or "gradients" that had not left.
         valid: number of valid labels, once it has arrived; None where the loss has no count.
         grad_norm: norm of the whole gradient before clipping, where it was asked for, once `decided` is set.
         skipped: why nothing was updated, or "".
@@ -110,6 +113,7 @@ class StepCounts:
         self.nonfinite = 0
         self.offloads = 0
         self.updates = 0
+        self.stalls = {"weights": 0.0, "gradients": 0.0}
         self.valid: float | None = None
         self.grad_norm: float | None = None
         self.skipped = ""
@@ -120,6 +124,13 @@ class StepCounts:
     def weight(self) -> float:
         """What gradients are multiplied by when they are summed."""
         return self.valid if self.weighted and self.valid is not None else 1.0
+
+    @contextmanager
+    def stall(self, what: str) -> Iterator[None]:
+        """Count the time that is spent inside."""
+        begun = time.perf_counter()
+        yield
+        self.stalls[what] += time.perf_counter() - begun
 
     def add_nonfinite(self, count: int) -> None:
         """Count from any thread."""
@@ -305,10 +316,13 @@ class UpdateQueue:
 
 
 class Ring:
-    """Host buffers of `buffer_bytes` each, at least three of them, registered with CUDA if `pin`."""
+    """Host buffers of `buffer_bytes` each, at least three of them, registered with CUDA if `pin`.
 
-    def __init__(self, ring_bytes: int, buffer_bytes: int, pin: bool) -> None:
-        self.count = max(3, ring_bytes // buffer_bytes)
+    The fewer and smaller they are, the likelier gradients are still in the processor's cache when they are read.
+    """
+
+    def __init__(self, count: int, buffer_bytes: int, pin: bool) -> None:
+        self.count = max(3, count)
         self.buffer_bytes = buffer_bytes
         self._memory = HostMemory(self.count * buffer_bytes, pin)
         self._tensor = self._memory.tensor(torch.uint8, (self.count, buffer_bytes))
@@ -343,7 +357,7 @@ class Ring:
 
 
 class HostUpdates:
-    """Takes chunks, brings their gradients to the host, and updates them on the pool."""
+    """Takes chunks, brings their gradients to the host piece by piece, and updates them on the pool."""
 
     def __init__(self, ring: Ring, pool: Pool, device: torch.device, adversary: Adversary | None) -> None:
         self._ring, self._pool, self._device, self._adversary = ring, pool, device, adversary
@@ -352,6 +366,7 @@ class HostUpdates:
     def work(self, chunks: UpdateQueue) -> None:
         """Take chunks until the queue is closed."""
         while True:
+            # a buffer first: no chunk is claimed for the host before the host can begin with it
             buffer = self._ring.take()
             item = chunks.take(device=False)
             if item is None:
@@ -365,31 +380,48 @@ class HostUpdates:
             del item  # a thread's last locals would keep gradients alive until the next ones come
 
     def issue(self, job: Job, chunk: list[Run], counts: StepCounts, buffer: int | None = None) -> None:
-        """Copy a chunk's gradients into a ring buffer and hand them to the pool; kept ones are taken as they lie."""
-        if buffer is None:
-            buffer = self._ring.take()
-        gradients = [job.gradient(run) for run in chunk]
+        """Hand a chunk to the pool in pieces that fit a ring buffer each; `buffer` is the first one."""
+        pieces = _pieces(chunk, job.dtypes, self._ring.buffer_bytes)
+        done = Countdown(len(pieces), whole=job.done)
         copied: Mark = None
-        # a kept gradient takes a buffer too, so that no more chunks are claimed for the host than it soon gets to
-        if not job.kept:
-            with _on(self._stream):
-                sources, gradients = gradients, []
-                for run, source in zip(chunk, sources):
-                    gradients.append(self._ring.tensor(buffer, run, source.dtype))
-                    gradients[-1].copy_(source, non_blocking=True)
-                copied = mark(self._device, blocking=True)
+        for piece in pieces:
+            if buffer is None:
+                buffer = self._ring.take()
+            gradients = [job.gradient(run) for run in piece]
+            # a kept gradient takes a buffer too, but only so that the host does not claim more than it soon gets to
+            if not job.kept:
+                with _on(self._stream):
+                    sources, gradients = gradients, []
+                    for run, source in zip(piece, sources):
+                        gradients.append(self._ring.tensor(buffer, run, source.dtype))
+                        gradients[-1].copy_(source, non_blocking=True)
+                    copied = mark(self._device, blocking=True)
+            task = partial(self._apply, job, piece, gradients, counts, buffer, copied)
+            self._pool.submit(task, done, job.order)
+            buffer = None
         job.read_by("host", copied)
 
-        def task() -> None:
-            try:
-                if copied is not None:
-                    copied.synchronize()
-                for run, gradient in zip(chunk, gradients):
-                    job.apply(run, job.part(run), gradient, counts)
-            finally:
-                self._ring.give(buffer, self._adversary)
+    def _apply(
+        self, job: Job, piece: list[Run], gradients: list[torch.Tensor], counts: StepCounts, buffer: int, copied: Mark
+    ) -> None:
+        try:
+            if copied is not None:
+                copied.synchronize()
+            for run, gradient in zip(piece, gradients):
+                job.apply(run, job.part(run), gradient, counts)
+        finally:
+            self._ring.give(buffer, self._adversary)
 
-        self._pool.submit(task, job.done, job.order)
+
+def _pieces(chunk: list[Run], dtypes: Sequence[torch.dtype], buffer_bytes: int) -> list[list[Run]]:
+    """A chunk's runs, cut so that each piece fits a buffer."""
+    cut = plan_chunks([run.stop - run.start for run in chunk], [dtypes[run.index] for run in chunk], buffer_bytes)
+
+    def part(run: Run) -> Run:
+        whole = chunk[run.index]
+        return Run(whole.index, whole.start + run.start, whole.start + run.stop, run.offset)
+
+    return [[part(run) for run in piece] for piece in cut]
 
 
 class Staging:

@@ -40,7 +40,7 @@ def train(
         [size, size],
         AdamW(),
         GROUP_OF,
-        ring_bytes=1,
+        buffers=3,
         chunk_elems=chunk_elems,
         workers=3,
         adversary=adversary,
@@ -107,7 +107,7 @@ def test_large_copies_really_overlap_and_stay_right() -> None:
             slab.load("w", torch.linspace(-1, 1 + i, n))
         size = slabs[0].layout.weight_bytes
         runtime = Runtime(
-            device, slabs, [size, size], AdamW(), {"w": 0}, ring_bytes=64 << 20, synchronous=synchronous,
+            device, slabs, [size, size], AdamW(), {"w": 0}, chunk_elems=4 << 20, synchronous=synchronous,
             adversary=None if synchronous else Adversary(0),
         )  # fmt: skip
         for _ in range(2):

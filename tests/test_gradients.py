@@ -30,7 +30,7 @@ def reference_step(
 
 
 def make_runtime(slab: HostSlab) -> Runtime:
-    return Runtime(CPU, [slab], [], AdamW(), GROUP_OF, workers=2, ring_bytes=1, chunk_elems=256)
+    return Runtime(CPU, [slab], [], AdamW(), GROUP_OF, workers=2, buffers=3, chunk_elems=256)
 
 
 def test_each_group_frozen_parameters_and_padding() -> None:
@@ -155,7 +155,7 @@ def test_an_error_in_an_update_reaches_the_next_fetch(monkeypatch: pytest.Monkey
         raise ZeroDivisionError("kernel")
 
     slab = make_slab()
-    runtime = Runtime(CPU, [slab], [slab.layout.weight_bytes], AdamW(), GROUP_OF, ring_bytes=1, chunk_elems=256)
+    runtime = Runtime(CPU, [slab], [slab.layout.weight_bytes], AdamW(), GROUP_OF, buffers=3, chunk_elems=256)
     monkeypatch.setattr(AdamW, "update", fail)
     grads = gradients(0)
     runtime.begin_step(HYPERS)

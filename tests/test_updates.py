@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import cache
 from typing import Any
 
@@ -11,14 +10,9 @@ import torch
 from torch import nn
 
 import oomc
-from oomc.runtime.adamw import AdamW
-from oomc.runtime.executor import Runtime
-from oomc.runtime.gradients import Clipping
 from oomc.step import Step
-from tests.helpers import ADAMW, Blind, compiled, state, tokens, worst
+from tests.helpers import ADAMW, Blind, compiled, state, tokens
 from tests.programs import VOCAB, TopK
-from tests.reference import Reference
-from tests.slab_cases import CPU, GROUP_OF, HYPERS, gradients, make_slab, same, snapshot
 
 STEPS = 20
 BATCHES = [tokens(2, 6, vocab=VOCAB, seed=i) for i in range(STEPS)]
@@ -68,10 +62,10 @@ def train(steps: int = STEPS, **options: Any) -> Run:
     return result
 
 
-def assert_equal(run: Run, expected: Run) -> None:
+def assert_equal(run: Run, expected: Run, plan: str = "") -> None:
     for number, (mine, others) in enumerate(zip(run, expected, strict=True)):
         for name, tensor in others.items():
-            assert torch.equal(mine[name], tensor), f"{name} after step {number}"
+            assert torch.equal(mine[name], tensor), f"{plan}: {name} after step {number}"
 
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -90,12 +84,12 @@ PLANS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("sgd", [False, True], ids=["adamw", "sgd"])
 @pytest.mark.parametrize("clip", [None, CLIP], ids=["", "clip"])
 def test_every_plan_gives_the_same_bits(clip: float | None, sgd: bool) -> None:
-    reference = {"updates": "host", "synchronous": True, "max_grad_norm": clip, "sgd": sgd}
+    reference: dict[str, Any] = {"updates": "host", "synchronous": True, "max_grad_norm": clip, "sgd": sgd}
     expected = train(**reference)
     assert all(each["loss"].isfinite() for each in expected)
     for name, options in PLANS.items():
         steps = 6 if "chaos" in options else STEPS
-        assert_equal(train(steps, max_grad_norm=clip, sgd=sgd, **options), expected[:steps]), name
+        assert_equal(train(steps, max_grad_norm=clip, sgd=sgd, **options), expected[:steps], name)
 
 
 @pytest.mark.parametrize("clip", [None, CLIP], ids=["", "clip"])
@@ -104,7 +98,7 @@ def test_some_slabs_on_the_device(clip: float | None) -> None:
     expected = train(6, updates="host", synchronous=True, max_grad_norm=clip)
     sizes = set()
     for share in (1.3, 1.7, 2.2, 3.0):
-        options = {"device": int(share * smallest(clip is not None)), "max_grad_norm": clip}
+        options: dict[str, Any] = {"device": int(share * smallest(clip is not None)), "max_grad_norm": clip}
         step = make(**options)
         sizes.add(len(step.plan.resident))
         step.close()
