@@ -42,7 +42,7 @@ class Step:
         self.model = model
         self.optimizer = optimizer
         self._options = options
-        self._rule = rule_of(optimizer)
+        self._rule = rule_of(optimizer, options.state)
         self._groups = groups_of(optimizer, model)
         private.replace_step(optimizer, _refuse_optimizer_step)
         self._compiler = Compiler(model, self._groups, options)
@@ -307,8 +307,8 @@ class Step:
 
         loss, tokens, valid_tokens (labels that count; None if unknown), tokens_per_s, step_s (host seconds of the call,
         updates excluded), grad_norm (before clipping; None where it was not asked for), skipped (steps that updated
-        nothing), stall_s (host seconds blocked by weights that were not updated yet, and by gradients that had not left,
-        as a dict), device_peak and device_projected (bytes), host_peak (bytes beyond what the process held before
+        nothing), stall_s (host seconds blocked by weights that were not updated yet, and by gradients that had not
+        left, as a dict), device_peak and device_projected (bytes), host_peak (bytes beyond what the process held before
         compiling), h2d_bytes and d2h_bytes (weights and gradients), state_bytes (moved by updates on the device),
         nonfinite (gradient elements), steps, traces, plans, compilations. Reading them waits for the gradient norm.
         """

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from oomc.runtime.chaos import Adversary, attempt
 
-
 NICE = 10
 """Scheduling priority of the workers: below that of other threads of the process."""
 

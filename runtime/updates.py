@@ -387,14 +387,14 @@ class HostUpdates:
         for piece in pieces:
             if buffer is None:
                 buffer = self._ring.take()
-            gradients = [job.gradient(run) for run in piece]
             # a kept gradient takes a buffer too, but only so that the host does not claim more than it soon gets to
-            if not job.kept:
+            if job.kept:
+                gradients = [job.gradient(run) for run in piece]
+            else:
+                gradients = [self._ring.tensor(buffer, run, job.dtypes[run.index]) for run in piece]
                 with _on(self._stream):
-                    sources, gradients = gradients, []
-                    for run, source in zip(piece, sources):
-                        gradients.append(self._ring.tensor(buffer, run, source.dtype))
-                        gradients[-1].copy_(source, non_blocking=True)
+                    for run, gradient in zip(piece, gradients):
+                        gradient.copy_(job.gradient(run), non_blocking=True)
                     copied = mark(self._device, blocking=True)
             task = partial(self._apply, job, piece, gradients, counts, buffer, copied)
             self._pool.submit(task, done, job.order)
@@ -561,6 +561,7 @@ class DeviceUpdates:
                 places.append(staging.part(run, gradient, split=part[1] is not None))
                 gradients.append(gradient)
                 _copy(places[-1], part)
+            del gradient
             arrived = mark(self._device)
         with _on(self._compute):
             if arrived is not None:
@@ -572,6 +573,8 @@ class DeviceUpdates:
                 else:
                     job.apply(run, place, gradient, counts)
             updated = mark(self._device)
+        # whoever waits for the read lets go of the gradients then, and nothing here may hold them longer
+        del gradient, gradients
         job.read_by("device", updated)
         with _on(self._out):
             if updated is not None:
