@@ -32,12 +32,14 @@ __all__ = [
     "is_data_dependent",
     "mark_stepped",
     "mode_of",
+    "non_persistent",
     "replace_step",
     "stop_deferring",
     "suggested_bounds",
     "trace",
     "use_expandable_segments",
     "user_frame",
+    "version",
 ]
 
 
@@ -104,6 +106,20 @@ def stop_deferring(mode: FakeTensorMode) -> None:
     env = mode.shape_env
     assert env is not None
     env.settings = replace(env.settings, prefer_deferred_runtime_asserts_over_guards=False)
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often the tensor, or what shares its counter, was written to in place; 0 where nobody counts.
+
+    Writes through `.data` and by other libraries are not counted. Public only as a remark in torch's documentation of
+    in-place correctness checks.
+    """
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def non_persistent(module: torch.nn.Module) -> frozenset[str]:
+    """Names of the module's own buffers that no state_dict holds, without making one."""
+    return frozenset(module._non_persistent_buffers_set)
 
 
 class ConstraintError(Exception):

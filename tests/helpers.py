@@ -117,12 +117,18 @@ def masters(step: Step) -> dict[str, torch.Tensor]:
     return {name: slab.master(name) for slab in step._state.slabs for name in slab.steps}
 
 
+def accumulate(step: Step, reference: Reference, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """One micro-batch by both; the losses. Gradients are summed times the number of valid labels, if the loss has it."""
+    loss = step.forward_backward(**batch)
+    valid = step.metrics["valid_tokens"]
+    return loss, reference.accumulate(scale=1.0 if valid is None else valid, **batch)
+
+
 def assert_same_gradients(step: Step, eager: nn.Module, batches: Sequence[Batch], tolerance: float = 1e-5) -> None:
     """Loss and sums of gradients over `batches` equal eager's; nothing is updated."""
     reference = Reference(eager, **ADAMW)
     for batch in batches:
-        loss = step.forward_backward(**batch)
-        expected = reference.accumulate(**batch)
+        loss, expected = accumulate(step, reference, batch)
         assert relative(loss, expected) <= 1e-6, (float(loss), float(expected))
         error, name = worst(step.gradients(), reference._sums)
         assert error <= tolerance, f"{name} differs by {error:.2e} after a batch of {tuple(batch['input_ids'].shape)}"

@@ -143,3 +143,36 @@ def test_a_replaced_optimizer_step_is_taken_for_the_schedulers_own() -> None:
         before.step()
         after.step()
     assert calls == [optimizer]
+
+
+def test_versions_count_writes_in_place_and_nothing_else() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    start, home = private.version(parameter), parameter.data
+    parameter.data = torch.ones(2)
+    parameter.data = home
+    home.mul_(2)
+    parameter.detach().numpy()[:] = 3.0
+    assert private.version(parameter) == start, "writes that the step itself makes are not counted"
+    with torch.no_grad():
+        parameter.mul_(2)
+    parameter.detach().zero_()
+    assert private.version(parameter) == start + 2
+    with torch.inference_mode():
+        assert private.version(torch.zeros(2)) == 0
+
+
+def test_non_persistent_buffers_are_those_that_no_state_dict_holds() -> None:
+    module = nn.Module()
+    module.register_buffer("kept", torch.zeros(1))
+    module.register_buffer("computed", torch.zeros(1), persistent=False)
+    assert private.non_persistent(module) == {"computed"} == dict(module.named_buffers()).keys() - module.state_dict()
+
+
+def test_hooks_that_are_always_called_are_so_after_an_error() -> None:
+    """attach.py gives weights back by them; an interrupt does not call them, for which it has `bring_home`."""
+    called = []
+    module = nn.Linear(2, 2)
+    module.register_forward_hook(lambda *_: called.append(1), always_call=True)
+    with pytest.raises(RuntimeError):
+        module(torch.ones(3))
+    assert called == [1]
