@@ -17,7 +17,7 @@ class UnsupportedError(OomcError):
 
 
 class CheckpointError(OomcError):
-    """Saved weights are damaged, or are not those of the model; the message names files and keys."""
+    """Saved weights or state are damaged, are not those of the model, or cannot be saved; the message says which."""
 
 
 class VerifyError(OomcError):
