@@ -118,7 +118,7 @@ def masters(step: Step) -> dict[str, torch.Tensor]:
 
 
 def accumulate(step: Step, reference: Reference, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """One micro-batch by both; the losses. Gradients are summed times the number of valid labels, if the loss has it."""
+    """One micro-batch by both; the losses. Gradients are summed times the number of valid labels if that is known."""
     loss = step.forward_backward(**batch)
     valid = step.metrics["valid_tokens"]
     return loss, reference.accumulate(scale=1.0 if valid is None else valid, **batch)
