@@ -84,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, default=1e9)
     parser.add_argument("--chunk", default="8388608", help="elements, several with commas")
-    parser.add_argument("--buffer", default="1048576", help="elements of a ring buffer, several with commas")
+    parser.add_argument("--buffer", default="4194304", help="elements of a ring buffer, several with commas")
     parser.add_argument("--threads", default=str(physical_cores()), help="host workers, several with commas")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
@@ -108,8 +108,8 @@ def main() -> None:
         engine.runtime.close()
         rates = {name: count / statistics.median(times) / 1e9 for name, times in seconds.items()}
         table.append({"threads": number, "chunk": chunk, "buffer": buffer, **rates})
+        print(json.dumps(table[-1]), flush=True)
     print(tabulate(table, headers="keys", floatfmt=".2f"))
-    print(json.dumps(table))
 
 
 if __name__ == "__main__":

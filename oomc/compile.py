@@ -10,6 +10,7 @@ import torch
 from oomc.capture import LossFn
 from oomc.compiler import Options
 from oomc.errors import UnsupportedError
+from oomc.optimizers import StateWidth
 from oomc.plan import Budget
 from oomc.step import Step
 
@@ -23,7 +24,7 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
     loss_fn: LossFn | None = None,
     max_grad_norm: float | None = None,
     on_nonfinite: Literal["skip", "raise"] | None = None,
-    state: Literal["fp32", "bf16", "8bit"] = "fp32",
+    state: StateWidth = "fp32",
     updates: Literal["host", "device"] | None = None,
     device: torch.device | str | None = None,
     backend: str | None = None,

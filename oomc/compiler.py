@@ -12,6 +12,7 @@ from oomc import meta, pipeline, private
 from oomc.capture import Batch, LossFn, capture
 from oomc.errors import UnsupportedError
 from oomc.limits import device_memory
+from oomc.optimizers import StateWidth
 from oomc.pipeline import Observer
 from oomc.plan import Budget, Updates
 from oomc.program import Program
@@ -35,7 +36,7 @@ class Options:
     loss_fn: LossFn | None = None
     max_grad_norm: float | None = None
     on_nonfinite: str | None = None
-    state: str = "fp32"
+    state: StateWidth = "fp32"
     where: Where = "both"
     seed: int = 0
     verify: bool = False

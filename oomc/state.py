@@ -50,7 +50,7 @@ class State:
         layouts = [s.layout for s in program.slabs]
         largest = max((lay.state_elements for lay in layouts), default=0)
         self.chunk_elements = min(CHUNK_ELEMENTS, max(4096, largest // 8))
-        self.buffer_elements = min(BUFFER_ELEMENTS, max(1024, self.chunk_elements // 8))
+        self.buffer_elements = min(BUFFER_ELEMENTS, max(1024, self.chunk_elements // 2))
         return Updates(self.arrays, chunk_bytes_of(self.chunk_elements), self.keep, self.where)
 
     @property

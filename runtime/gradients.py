@@ -44,8 +44,8 @@ from oomc.runtime.updates import (
 
 CHUNK_ELEMENTS = 8 << 20
 """bf16 gradients in a chunk: copies of this size are near their best rate."""
-BUFFER_ELEMENTS = 1 << 20
-"""bf16 gradients in a ring buffer: the whole ring then fits a server's last-level cache."""
+BUFFER_ELEMENTS = 4 << 20
+"""bf16 gradients in a ring buffer: with fewer, Python's share of an update (about 0.2 ms) shows (docs/RESULTS.md)."""
 BUFFERS_PER_WORKER = 2
 """One is being updated from while the next one fills."""
 Mode = Literal["update", "keep", "sum"]

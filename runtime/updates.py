@@ -316,10 +316,7 @@ class UpdateQueue:
 
 
 class Ring:
-    """Host buffers of `buffer_bytes` each, at least three of them, registered with CUDA if `pin`.
-
-    The fewer and smaller they are, the likelier gradients are still in the processor's cache when they are read.
-    """
+    """Host buffers of `buffer_bytes` each, at least three of them, registered with CUDA if `pin`."""
 
     def __init__(self, count: int, buffer_bytes: int, pin: bool) -> None:
         self.count = max(3, count)
