@@ -9,6 +9,7 @@ import pickle
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from oomc.runtime.pool import Countdown
 from oomc.runtime.slabs import Slab
 from oomc.slab_state import arrays_of, weights_of
 
+_CHECKERS = 2
 _ALIGN = 16  # of a tensor in the buffer: enough for every dtype
 
 
@@ -47,10 +49,11 @@ class Files:
     def write_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write contiguous CPU tensors that share no memory as a safetensors file; takes no memory for it."""
         path = self._directory / name
-        save_file(dict(tensors), path, {"format": "pt"})
-        sync(path)
-        records = {key: record_tensor(tensor) for key, tensor in tensors.items()}
-        self.records[name] = FileRecord(path.stat().st_size, None, records)
+        with ThreadPoolExecutor(_CHECKERS) as pool:  # checksums are computed while the disk is busy
+            records = pool.map(record_tensor, tensors.values())
+            save_file(dict(tensors), path, {"format": "pt"})
+            sync(path)
+            self.records[name] = FileRecord(path.stat().st_size, None, dict(zip(tensors, records)))
 
     def write_index(self) -> None:
         """Write Hugging Face's index of the shards that there are so far."""

@@ -59,7 +59,7 @@ def save_on(directory: Path, number: int, report: int, die_at: tuple[str, int] |
 
 def kill_one(directory: Path, number: int, random_numbers: random.Random, index: int) -> tuple[list[int], str]:
     """Let a saver start at `number` and be killed; the numbers that it has saved, and how it was killed."""
-    kind = ("time", "save", "swap", "rename")[index % 4]
+    kind = ("time", "rename", "save", "swap")[index % 4]
     die_at = {
         "time": None,
         "save": ("save", random_numbers.randrange(90)),
