@@ -24,7 +24,7 @@ from oomc.manifest import MANIFEST, OWN, FileRecord, Manifest, crc32_of_bytes, r
 from oomc.runtime.chaos import attempt
 from oomc.runtime.lanes import mark
 from oomc.runtime.layout import StateArray
-from oomc.runtime.pool import Countdown
+from oomc.runtime.pool import Copying
 from oomc.runtime.slabs import Slab
 from oomc.slab_state import arrays_of, weights_of
 
@@ -62,10 +62,6 @@ class Files:
         where = {key: name for name, file in shards.items() for key in file.tensors}
         text = json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2)
         self.write_bytes("model.safetensors.index.json", text.encode())
-
-
-class Copying(Countdown):
-    """What a slab's next update must wait for, and whoever only reads its weights need not."""
 
 
 class Shard:

@@ -8,10 +8,12 @@ import torch
 
 from oomc.errors import BudgetError, UnsupportedError
 from oomc.limits import host_memory
+from oomc.load import materialize, weights_of
 from oomc.plan import Updates, bytes_table, format_bytes
 from oomc.program import Program
 from oomc.runtime.gradients import BUFFER_ELEMENTS, BUFFERS_PER_WORKER, CHUNK_ELEMENTS
 from oomc.runtime.layout import SlabLayout, StateArray
+from oomc.runtime.memory import Preparation
 from oomc.runtime.pool import physical_cores
 from oomc.runtime.slabs import DeviceSlab, HostSlab, Slab
 from oomc.runtime.updates import Where, chunk_bytes_of
@@ -87,21 +89,36 @@ class State:
             )
 
     def take(self, program: Program, resident: Collection[str]) -> None:
-        """Move the model's weights into slabs, block by block, those of `resident` on the device."""
+        """Move the model's weights into slabs, block by block, those of `resident` on the device.
+
+        Parameters without memory, of a model from `oomc.load`, are read from where their values are.
+        """
         self.check_host(program, resident)
         params = dict(self.model.named_parameters())
-        empty = [n for s in program.slabs for n in s.params if params[n].device.type == "meta"]
-        if empty:
+        source = weights_of(self.model)
+        empty = [n for s in program.slabs for n in s.params if params[n].is_meta]
+        if empty and source is None:
             raise UnsupportedError(
                 f"{len(empty)} parameters are on the meta device and have no values ({empty[0]}, ...); load the "
-                "weights before compiling (from_pretrained, or to_empty and initialise)"
+                "weights before compiling (from_pretrained, or to_empty and initialise), or build the model with "
+                "oomc.load"
             )
-        for each in program.slabs:
-            slab = self._make(each.layout, each.name in resident)
-            for name in each.params:
-                slab.load(name, params[name])
-                params[name].data = slab.param(name)
-            self.slabs.append(slab)
+        if source is not None:
+            source.check(self.model)
+        total = sum(s.layout.weight_bytes + s.layout.state_bytes(self.arrays) for s in program.slabs)
+        with Preparation(total, self.workers) as preparation:
+            for each in program.slabs:
+                slab = self._make(each.layout, each.name in resident, preparation)
+                absent = [n for n in each.params if params[n].is_meta]
+                for name in each.params:
+                    if name not in absent:
+                        slab.load(name, params[name])
+                        params[name].data = slab.param(name)
+                for name, value in source.read(absent) if source is not None else ():
+                    slab.load(name, value)
+                    del value  # or the next one would come beside it
+                    materialize(params[name], slab.param(name))
+                self.slabs.append(slab)
 
     def move(self, program: Program, resident: Collection[str]) -> bool:
         """Move slabs between host and device until those of `resident` are there; whether any moved."""
@@ -113,7 +130,6 @@ class State:
             if old.on_device == (old.name in resident):
                 continue
             new = self._make(old.layout, not old.on_device)
-            new.add_state(self.arrays)
             new.copy_from(old)
             for place in old.layout.places:
                 params[place.spec.name].data = new.param(place.spec.name)
@@ -121,8 +137,10 @@ class State:
             old.close()
         return True
 
-    def _make(self, layout: SlabLayout, on_device: bool) -> Slab:
+    def _make(self, layout: SlabLayout, on_device: bool, preparation: Preparation | None = None) -> Slab:
         if on_device:
-            return DeviceSlab(layout, self.device)
+            slab = DeviceSlab(layout, self.device)
+            slab.add_state(self.arrays if layout.state_elements else ())
+            return slab
         cuda = self.device.type == "cuda"
-        return HostSlab(layout, pin=cuda, pin_state=cuda and self.where != "host")
+        return HostSlab(layout, cuda, cuda and self.where != "host", self.arrays, preparation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 import weakref
@@ -13,15 +14,21 @@ import torch
 from torch import fx
 
 from oomc import pipeline, private
+from oomc.attach import Attachment, evaluate
 from oomc.capture import Batch
+from oomc.checkpoint import Checkpoints
+from oomc.checkpoint_write import Save
 from oomc.compiler import Compiler, Options, Scheduled
+from oomc.edits import Edits, check_buffers
 from oomc.errors import OomcError
 from oomc.limits import device_memory
+from oomc.optimizer_state import expose_state
 from oomc.optimizers import groups_of, rule_of
 from oomc.plan import Plan
 from oomc.program import Program
 from oomc.report import Report
 from oomc.runtime.chaos import Adversary
+from oomc.runtime.cores import warn_if_single_threaded
 from oomc.runtime.gradients import BUFFERS_PER_WORKER, Clipping
 from oomc.runtime.meter import Meter, cuda_usage, host_bytes
 from oomc.runtime.step import StepRuntime
@@ -49,7 +56,11 @@ class Step:
         self._state = State(
             model, options.device, options.budget.host, self._rule.arrays, options.where, options.keep
         )  # fmt: skip
+        self._checkpoints = Checkpoints(model, optimizer, self._rule, lambda: self._state.slabs)
         self._runtime: StepRuntime | None = None
+        self._ender: weakref.finalize[..., Any] | None = None
+        self._attachment: Attachment | None = None
+        self._edits: Edits | None = None
         self._current: Scheduled | None = None
         self._meter = Meter() if options.device.type == "cpu" else None
         self._host_start = host_bytes()
@@ -101,32 +112,36 @@ class Step:
         context: AbstractContextManager[Any] = self._meter or nullcontext()
         with context:
             if self._runtime is None:
+                check_buffers(self.model)
                 self._state.take(program, program.plan.resident)
-                self._runtime = self._make_runtime(program)
-                weakref.finalize(self, StepRuntime.close, self._runtime)
+                self._start(program)
+                self._bind()
             elif self._state.resident != frozenset(program.plan.resident):
                 self._runtime.drain()
                 self._runtime.retire_all()
                 self._state.move(program, program.plan.resident)
                 self._runtime.replace_slabs(self._state.slabs)
+                assert self._edits is not None
+                self._edits.remember(under_way=False)
 
-    def _make_runtime(self, program: Program) -> StepRuntime:
+    def _start(self, program: Program) -> None:
+        """Make lanes, workers and buffers over the slabs that there are."""
         options, plan = self._options, program.plan
         assert plan is not None
+        warn_if_single_threaded(self._state.workers)
         self._limit_device()
         buffers = dict(self.model.named_buffers())
         residents = {s.target: buffers[s.target] for s in program.inputs if s.kind == "buffer"} | program.constants
-        runtime = StepRuntime(
+        self._runtime = StepRuntime(
             options.device, self._state.slabs, plan.slots, self._rule, self._groups,
             chunk_elems=self._state.chunk_elements, buffer_elems=self._state.buffer_elements,
             buffers=BUFFERS_PER_WORKER * max(2, self._state.workers), workers=self._state.workers, where=plan.where,
             adversary=None if options.chaos is None else Adversary(options.chaos), synchronous=options.synchronous,
             forms=program.forms, compiled=program.compiled, residents=residents, seed=options.seed,
         )  # fmt: skip
+        self._ender = weakref.finalize(self, StepRuntime.close, self._runtime)
         if self._meter is not None:
-            self._meter.track(*runtime.residents)
-        self._hook_model()
-        return runtime
+            self._meter.track(*self._runtime.residents)
 
     def _limit_device(self) -> None:
         """Let the allocator fail rather than exceed the device budget."""
@@ -135,17 +150,37 @@ class Step:
             share = (budget - cuda_usage(device).outside) / device_memory(device)
             torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
 
-    def _hook_model(self) -> None:
-        """Let whoever reads the model's weights wait for updates under way."""
+    def _bind(self) -> None:
+        """Let whoever reads or writes the model's weights, or the optimizer's state, find what is current."""
         me = weakref.ref(self)
 
-        def settle(*_: Any, **__: Any) -> None:
+        def settle() -> None:
             step = me()
-            if step is not None:
+            if step is not None and step._edits is not None and step._edits.under_way:
                 step.synchronize()
 
-        self.model.register_state_dict_pre_hook(settle)
-        self.model.register_forward_pre_hook(settle)
+        state = self._state
+        self._edits = Edits(self.model)
+        self._attachment = Attachment(self.model, self._options.device, settle)
+        params = dict(self.model.named_parameters())
+        expose_state(self.optimizer, self._rule, lambda: state.slabs, params, settle)
+
+    def _take_edits(self) -> None:
+        """What the user has written to parameters becomes their masters."""
+        if self._attachment is None or self._edits is None:
+            return
+        self._attachment.bring_home()
+        written = set(self._edits.take())
+        if not written:
+            return
+        params = dict(self.model.named_parameters())
+        for slab in self._state.slabs:
+            for place in slab.layout.places:
+                name = place.spec.name
+                if name in written:
+                    slab.load(name, params[name].data)
+                    params[name].data = slab.param(name)
+        self._edits.remember(under_way=False)
 
     # -- running --------------------------------------------------------------------------------------------------
 
@@ -179,6 +214,7 @@ class Step:
         self._refuse_broken()
         if self._runtime is None or not self._window:
             raise OomcError("update() without forward_backward(): there are no gradients to apply")
+        self._take_edits()
         window, self._window = tuple(self._window), []
         self._runtime.begin_step(self._hypers())
         self._runtime.apply_kept(Clipping(self._options.max_grad_norm, window))
@@ -191,9 +227,10 @@ class Step:
         self._check_counts()
         batch = Batch.bind(self.model, args, kwargs)
         begun = time.perf_counter()
-        scheduled = self._prepare(batch, accumulate)
         if not accumulate and self._window:
             raise OomcError("a step while accumulated gradients wait; call update() first")
+        self._take_edits()
+        scheduled = self._prepare(batch, accumulate)
         runtime, program = self._runtime, scheduled.program
         assert runtime is not None and program.step is not None and program.plan is not None
         device = self._options.device
@@ -209,6 +246,7 @@ class Step:
                 runtime.begin(program.plan, self._hypers(), self._options.max_grad_norm, scheduled.carried)
                 loss = program.step(runtime, *inputs)
             except BaseException:
+                self._broken = True  # also if abort is interrupted
                 self._broken = runtime.abort(earlier=bool(self._window))
                 raise
             counts = runtime.end_step()
@@ -229,6 +267,8 @@ class Step:
     def _finish(self, counts: StepCounts, kept: bool) -> None:
         """Count a step whose updates are under way."""
         self._steps += 1
+        assert self._edits is not None
+        self._edits.remember(under_way=True)
         private.mark_stepped(self.optimizer)
         self._unchecked.append(counts)
         if kept and self._options.on_nonfinite == "raise":
@@ -286,16 +326,115 @@ class Step:
         return cuda_usage(self._options.device).measured
 
     def synchronize(self) -> None:
-        """Block until all updates are done and the model's weights are current."""
+        """Block until all updates are done and the model's weights are current; from then on they may be written to.
+
+        Raises:
+            OomcError: a parameter was written to while updates may have been under way.
+        """
         if self._runtime is not None:
             self._runtime.synchronize()
+            self._runtime.retire_all()
+        if self._edits is not None:
+            self._edits.settle()
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own output for these arguments, in evaluation mode and without gradients.
+
+        On CUDA the weights pass through the device block by block. `model(...)` and `model.generate(...)` do the same
+        under `torch.no_grad()`, in the mode that the model is in.
+
+        Raises:
+            OomcError: nothing is compiled yet.
+        """
+        self._ready("evaluate")
+        self._take_edits()
+        return evaluate(self.model, args, kwargs)
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save(self, directory: str | os.PathLike[str], extra: Any = None, *, asynchronous: bool = False) -> Save:
+        """Write a checkpoint: the weights as Hugging Face safetensors, and the exact state beside them.
+
+        Host memory for one block is taken meanwhile. The directory appears whole or not at all; one that is there is
+        replaced, and survives until then. `transformers` and `safetensors` load the weights without this package.
+
+        Args:
+            directory: where.
+            extra: what else `load` shall give back (`scheduler.state_dict()`, a loader's position): tensors, numbers,
+                strings, and dicts, lists and tuples of these.
+            asynchronous: write while training goes on; a block's next update waits until the block is copied.
+
+        Returns:
+            A handle with `wait()` and `done`.
+
+        Raises:
+            CheckpointError: this save, or an earlier asynchronous one, failed.
+            OomcError: nothing is compiled yet, or accumulated gradients wait for `update()`.
+        """
+        self._ready("save")
+        if self._window:
+            raise OomcError("save() while accumulated gradients wait, which no checkpoint holds; call update() first")
+        self._take_edits()
+        assert self._runtime is not None
+        progress = {"steps": self._steps, "draws": self._runtime.steps, "seed": self._runtime.seed}
+        return self._checkpoints.save(directory, progress, extra, asynchronous=asynchronous)
+
+    def load(self, directory: str | os.PathLike[str]) -> Any:
+        """Go back to a checkpoint: all of the state, hyperparameters and random generators, bit for bit.
+
+        It may have been saved under another plan, budget or device. A step that a failure has broken works again.
+        Accumulated gradients are dropped.
+
+        Returns:
+            What was handed to `save` as `extra`.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or of another model or optimizer; nothing has changed.
+            OomcError: nothing is compiled yet.
+        """
+        if self._runtime is None or self._current is None:
+            raise OomcError("load() before anything is compiled; give oomc.compile an example")
+        with self._checkpoints.open(directory) as checkpoint:
+            broken, self._broken = self._broken, True
+            if broken:
+                self._restart()
+            assert self._runtime is not None and self._edits is not None
+            self._runtime.drain()
+            self._runtime.retire_all()
+            self._runtime.drop_kept()
+            self._window, self._unchecked = [], []
+            loaded = checkpoint.restore()
+            self._steps = loaded.progress["steps"]
+            self._runtime.steps, self._runtime.seed = loaded.progress["draws"], loaded.progress["seed"]
+            self._edits.remember(under_way=False)
+            self._broken = False
+        return loaded.extra
+
+    def _restart(self) -> None:
+        """New lanes and workers in place of those that a failure has stopped."""
+        assert self._runtime is not None and self._current is not None and self._ender is not None
+        self._ender.detach()
+        self._runtime.close(with_slabs=False)
+        for slab in self._state.slabs:
+            slab.forget_pending()
+        context: AbstractContextManager[Any] = self._meter or nullcontext()
+        with context:
+            self._start(self._current.program)
+
+    def _ready(self, what: str) -> None:
+        self._refuse_broken()
+        if self._runtime is None:
+            raise OomcError(f"{what}() before anything is compiled; call the step, or give oomc.compile an example")
 
     def close(self) -> None:
         """Finish updates, and give the device memory, the threads and the optimizer state back."""
         if self._runtime is not None:
+            self._checkpoints.settle()
             if not self._broken:
-                self.synchronize()
+                self._runtime.synchronize()
             self._runtime.close()
+            if self._attachment is not None:
+                self._attachment.remove()
             if self._options.device.type == "cuda":
                 torch.cuda.set_per_process_memory_fraction(1.0, self._options.device)
 

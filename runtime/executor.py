@@ -127,7 +127,7 @@ class Runtime:
 
     def await_update(self, slab: str) -> None:
         """Let the h2d lane go on only when what is under way for a slab is done."""
-        updates = self.slabs[slab].pending()
+        updates = self.slabs[slab].pending(to_read=True)
 
         def wait() -> None:
             for each in updates:
@@ -158,7 +158,7 @@ class Runtime:
         """The parameters of a slab on the device, in the layout's order, once its updates are done."""
         slab = self.slabs[slab_id]
         with self._counts.stall("weights"):
-            slab.wait_updated()
+            slab.wait_updated(to_read=True)
         if self._sink is not None:
             self._sink.used(slab_id)
         return slab.layout.views(slab.weights)
@@ -219,12 +219,18 @@ class Runtime:
     def synchronize(self) -> None:
         """Block until all updates are done; RuntimeError (or LaneError as its cause) if one failed."""
         for slab in self.slabs.values():
-            slab.wait_updated()
+            slab.wait_updated(to_read=True)
 
-    def close(self) -> None:
+    def drop_kept(self) -> None:
+        """Forget gradients that were kept or summed and not applied."""
+        if self._sink is not None:
+            self._sink.drop_kept(self.slabs.values())
+
+    def close(self, with_slabs: bool = True) -> None:
         """Finish what is under way, end the threads and give all memory back; errors of unfinished work are dropped.
 
-        Parameters that alias a slab keep its weights, as pageable memory; masters and optimizer state are gone.
+        Parameters that alias a slab keep its weights, as pageable memory; masters and optimizer state are gone, but
+        not without `with_slabs`.
         """
         if self._closed:
             return
@@ -236,7 +242,7 @@ class Runtime:
         self._pool.close()
         self._leaving.clear()
         self._buffers.close()
-        for slab in self.slabs.values():
+        for slab in self.slabs.values() if with_slabs else ():
             slab.close()
 
 

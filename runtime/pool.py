@@ -88,6 +88,10 @@ class Countdown:
             raise RuntimeError("a task on the host's worker threads failed") from self._error
 
 
+class Copying(Countdown):
+    """Something only reads meanwhile: what writes must wait, but what reads need not."""
+
+
 class _Tasks:
     """What the threads of a pool share: a heap of tasks, smallest priority first, in order of submission within one."""
 

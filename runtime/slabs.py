@@ -10,8 +10,8 @@ from torch.utils.dlpack import from_dlpack
 
 from oomc.runtime.kernels import join_master, split_master
 from oomc.runtime.layout import Place, SlabLayout, StateArray
-from oomc.runtime.memory import HostMemory
-from oomc.runtime.pool import Countdown
+from oomc.runtime.memory import HostMemory, Preparation
+from oomc.runtime.pool import Copying, Countdown
 
 _PIECE = 1 << 20  # elements converted at a time when weights are loaded, so that temporaries stay small
 
@@ -185,18 +185,22 @@ class Slab(ABC):
         self._pending = [(n, c) for n, c in self._pending if not c.succeeded()]
         self._pending.append((frozenset(names), countdown))
 
-    def pending(self, names: Iterable[str] | None = None) -> list[Countdown]:
-        """What is under way for any of `names` (None: for any parameter), in order of submission."""
+    def pending(self, names: Iterable[str] | None = None, to_read: bool = False) -> list[Countdown]:
+        """What is under way for any of `names` (None: for any parameter), in order of submission.
+
+        With `to_read`, only what writes: who wants to read need not wait for others who read.
+        """
         wanted = None if names is None else frozenset(names)
-        return [c for n, c in self._pending if not c.succeeded() and (wanted is None or n & wanted)]
+        found = [c for n, c in self._pending if not c.succeeded() and (wanted is None or n & wanted)]
+        return [c for c in found if not (to_read and isinstance(c, Copying))]
 
     def forget_pending(self) -> None:
         """Forget what failed, after the whole state has been loaded anew."""
         self._pending.clear()
 
-    def wait_updated(self) -> None:
-        """Block until nothing is under way; RuntimeError if an update failed."""
-        for countdown in self.pending():
+    def wait_updated(self, to_read: bool = False) -> None:
+        """Block until nothing is under way (`to_read`: nothing that writes); RuntimeError if an update failed."""
+        for countdown in self.pending(to_read=to_read):
             countdown.wait()
 
     def close(self) -> None:
@@ -217,16 +221,25 @@ class HostSlab(Slab):
         layout: where what lies.
         pin: register the weights and kept gradients with CUDA: what copies of whole slabs use.
         pin_state: register `lo` and the state too: for updates on the device with the state streamed through.
+        arrays: of the optimizer's state, to be taken along.
+        preparation: touches and registers the memory with many cores; None: this thread does as far as it must.
     """
 
     on_device = False
 
-    def __init__(self, layout: SlabLayout, pin: bool = False, pin_state: bool = False) -> None:
+    def __init__(
+        self, layout: SlabLayout, pin: bool = False, pin_state: bool = False, arrays: Sequence[StateArray] = (),
+        preparation: Preparation | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(layout)
-        self._pin, self._pin_state = pin, pin_state
+        self._pin, self._pin_state, self._now = pin, pin_state, preparation is None
         self._memory: dict[str, HostMemory] = {}
         self.weights = self._allocate("weights", torch.uint8, layout.weight_bytes)
         self.lo = self._allocate("lo", torch.int16, layout.bf16.elements)
+        self.add_state(arrays if layout.state_elements else ())
+        if preparation is not None:
+            preparation.prepare(list(self._memory.values()))
+        self._now = True
 
     @property
     def pinned(self) -> bool:
@@ -245,7 +258,7 @@ class HostSlab(Slab):
 
     def _allocate(self, name: str, dtype: torch.dtype, elements: int) -> torch.Tensor:
         pin = self._pin if name in ("weights", "gradients") else self._pin_state
-        self._memory[name] = HostMemory(dtype.itemsize * elements, pin)
+        self._memory[name] = HostMemory(dtype.itemsize * elements, pin, self._now)
         return self._memory[name].tensor(dtype, (elements,))
 
     def _free(self, name: str) -> None:

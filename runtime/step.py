@@ -44,7 +44,7 @@ class StepRuntime(Runtime):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._adversary = kwargs.get("adversary")
-        self._forms, self._compiled, self._seed = forms, compiled, seed
+        self._forms, self._compiled, self.seed = forms, compiled, seed
         self._sources = dict(residents)
         self._residents = {name: t.detach().to(self.device) for name, t in residents.items()}
         self._versions = {name: t._version for name, t in residents.items()}
@@ -98,8 +98,8 @@ class StepRuntime(Runtime):
         self._buffers.reset()
         if self._counts.updates > 0 or (earlier and self._counts.offloads > 0):
             return True
-        if self._sink is not None and not earlier:
-            self._sink.drop_kept(self.slabs.values())
+        if not earlier:
+            self.drop_kept()
         self.steps -= 1
         return False
 
@@ -109,7 +109,7 @@ class StepRuntime(Runtime):
 
     def rng(self, block: int) -> torch.Tensor:
         """int64 [2]: the block's seed, and the number of the step."""
-        seed = (self._seed + (block + 1) * GOLDEN) % 2**64
+        seed = (self.seed + (block + 1) * GOLDEN) % 2**64
         return torch.tensor([seed - 2**64 if seed >= 2**63 else seed, self.steps], device=self.device)
 
     def run(self, form: str, variant: str, args: Sequence[Any]) -> tuple[Any, ...]:
