@@ -80,7 +80,9 @@ def main() -> None:
     compiled = time.perf_counter()
     if args.save_grads:
         loss = step.forward_backward(**batch)
-        saved = save_gradients(step.gradients(), args.save_grads, args.grads, getattr(torch, args.grads_dtype))
+        valid = step.metrics["valid_tokens"] or 1.0
+        mean = {name: gradient / valid for name, gradient in step.gradients().items()}
+        saved = save_gradients(mean, args.save_grads, args.grads, getattr(torch, args.grads_dtype))
         print(json.dumps({"engine": "oomc", "layers": args.layers, "losses": [float(loss)], "gradients_saved": saved}))
         return
 

@@ -458,6 +458,8 @@ class Step:
         updated: StepCounts = self._last.get("update", counts)
         if updated is not counts or self.plan.keep:
             updated.decided.wait()
+        if self._current.program.count is not None:
+            counts.counted.wait()
         self._check_counts()
         return {
             "loss": float(self._loss) if self._loss is not None else float("nan"),

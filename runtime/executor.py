@@ -122,8 +122,9 @@ class Runtime:
 
         def read() -> None:
             counts.valid = float(valid)
+            counts.counted.set()
 
-        self._d2h.submit(read, mark(self.device))
+        self._d2h.submit(read, mark(self.device), lambda _: counts.counted.set())
 
     def await_update(self, slab: str) -> None:
         """Let the h2d lane go on only when what is under way for a slab is done."""

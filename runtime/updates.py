@@ -99,6 +99,7 @@ class StepCounts:
         stalls: seconds for which the thread that issues the compute was blocked, by what it waited for: "weights" that
             were not issued yet, or "gradients" that had not left.
         valid: number of valid labels, once it has arrived; None where the loss has no count.
+        counted: set when `valid` has arrived.
         grad_norm: norm of the whole gradient before clipping, where it was asked for, once `decided` is set.
         skipped: why nothing was updated, or "".
         decided: set when it is known whether kept gradients are applied.
@@ -118,6 +119,7 @@ class StepCounts:
         self.grad_norm: float | None = None
         self.skipped = ""
         self.decided = threading.Event()
+        self.counted = threading.Event()
         self._lock = threading.Lock()
 
     @property

@@ -126,16 +126,13 @@ def test_training_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     step, _ = tiny_step("plain_moe", torch.bfloat16)
     scheduler = schedule(step.optimizer)
     train(step, scheduler, range(3))
-    saver = Checkpoints(step.model, step.optimizer, step._rule, lambda: step._state.slabs)
-    saver.save(tmp_path / "a", {}, scheduler.state_dict())
+    step.save(tmp_path / "a", scheduler.state_dict())
     train(step, scheduler, range(3, 6))
     other, _ = tiny_step("plain_moe", torch.bfloat16)
     with torch.no_grad():
         next(other.model.parameters()).fill_(1)
     resumed = schedule(other.optimizer)
-    loader = Checkpoints(other.model, other.optimizer, other._rule, lambda: other._state.slabs)
-    with loader.open(tmp_path / "a") as opened:
-        resumed.load_state_dict(opened.restore().extra)
+    resumed.load_state_dict(other.load(tmp_path / "a"))
     train(other, resumed, range(3, 6))
     assert same(state(other), state(step))
 
@@ -144,14 +141,12 @@ def test_the_state_is_the_same_under_another_plan(tmp_path: Path) -> None:
     tight, _ = tiny_step("plain_moe", device=smallest_device("plain_moe", 2, 24))
     for seed in range(2):
         tight(**tokens(2, 24, seed=seed))
-    Checkpoints(tight.model, tight.optimizer, tight._rule, lambda: tight._state.slabs).save(tmp_path / "a", {})
+    tight.save(tmp_path / "a")
     budgets: list[dict[str, Any]] = [{}, {"device": "64MiB"}]
     for options in budgets:
         other, _ = tiny_step("plain_moe", **options)
         assert other.plan.describe() != tight.plan.describe()
-        loader = Checkpoints(other.model, other.optimizer, other._rule, lambda other=other: other._state.slabs)  # type: ignore[misc]
-        with loader.open(tmp_path / "a") as opened:
-            opened.restore()
+        other.load(tmp_path / "a")
         assert same(state(other), state(tight))
         other(**tokens(2, 24, seed=9))
     tight(**tokens(2, 24, seed=9))

@@ -68,9 +68,11 @@ def test_bf16(name: str) -> None:
     rows = decided(double, 2048, 16)
     for batch in rows[:192].split([18, 1, 5] * 8):  # enough that a tensor of a few numbers is not a matter of luck
         call: Batch = {"input_ids": batch, "labels": batch}
-        truth = exact.accumulate(**call)
-        ours.add("loss", step.forward_backward(**call), truth)
-        eagers.add("loss", plain.accumulate(**call), truth)
+        loss = step.forward_backward(**call)
+        valid = step.metrics["valid_tokens"]  # what sums of gradients are weighed by
+        truth = exact.accumulate(scale=valid, **call)
+        ours.add("loss", loss, truth)
+        eagers.add("loss", plain.accumulate(scale=valid, **call), truth)
         ours.add_sums(step.gradients(), exact._sums)
         eagers.add_sums(plain._sums, exact._sums)
     for quantity, error in ours.squares.items():
