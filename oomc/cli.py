@@ -1,11 +1,12 @@
-"""The command line: `oomc train` and `oomc report`, on the public API alone."""
+"""The command line: `oomc train` and `oomc report`."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 import oomc
+from oomc.checkpoint_files import foreign_entries, locate
 from oomc.data import ByteTokenizer, TokenBatches, Tokenizer, load_tokens
 from oomc.errors import OomcError
 
@@ -57,6 +59,16 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+# torch's optimizers with what differs here from their defaults.
+OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-4, "weight_decay": 0.01}),
+    "sgd": (torch.optim.SGD, {"lr": 1e-4}),
+}
+
+BROKEN_PIPE = 128 + 13
+"""What the shell says of a program that SIGPIPE has ended."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 for a mistake that the message explains."""
     args = make_parser().parse_args(argv)
@@ -65,6 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             train(args)
         else:
             print(read_report(Path(args.path)))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # whoever reads has seen enough (`oomc report ... | head`); what is still to be written at exit goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except (OomcError, ValueError, OSError) as error:
         print(f"oomc: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -83,12 +100,24 @@ def make_parser() -> argparse.ArgumentParser:
     one.add_argument("--host-budget", metavar="SIZE", help='host memory, as "110GiB" (default: all of it)')
     one.add_argument("--device", choices=["cpu", "cuda"], help="default: the GPU if there is one")
     one.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: the model's own (presets: by device)")
-    one.add_argument("--steps", type=positive, default=100, help="training steps (default: %(default)s)")
-    one.add_argument("--batch", type=positive, default=4, help="sequences a step (default: %(default)s)")
+    one.add_argument("--steps", type=positive, default=100, help="updates, those before --resume too (%(default)s)")
+    one.add_argument("--batch", type=positive, default=4, help="sequences a micro-batch (default: %(default)s)")
     one.add_argument("--seq", type=positive, default=512, help="tokens a sequence (default: %(default)s)")
-    one.add_argument("--lr", type=float, default=1e-4, help="AdamW's learning rate (default: %(default)s)")
-    one.add_argument("--weight-decay", type=float, default=0.01, help="AdamW's (default: %(default)s)")
-    one.add_argument("--seed", type=int, default=0, help="of a preset's weights and the data's order")
+    one.add_argument("--accumulate", type=positive, default=1, metavar="N", help="micro-batches a step (%(default)s)")
+    one.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="default: %(default)s")
+    one.add_argument("--lr", type=float, help="learning rate (default: 1e-4, or the resumed checkpoint's)")
+    one.add_argument("--weight-decay", type=float, help="default: 0.01 for adamw, 0 for sgd, or the checkpoint's")
+    one.add_argument("--momentum", type=float, help="of sgd (default: 0, or the checkpoint's)")
+    one.add_argument(
+        "--state", choices=["fp32", "bf16", "8bit"], default="fp32", help="of adamw (default: %(default)s)"
+    )
+    one.add_argument("--clip", type=float, metavar="NORM", help="clip the gradient's global norm to this")
+    one.add_argument("--seed", type=int, default=0, help="of a preset's weights, dropout and the data's order")
+    one.add_argument(
+        "--checkpoint", metavar="DIR", help="where to save checkpoints: one at the end, and by --save-every"
+    )
+    one.add_argument("--save-every", type=positive, metavar="N", help="save a checkpoint every N steps, while they run")
+    one.add_argument("--resume", metavar="DIR", help="go on exactly from this checkpoint, with the same model and data")
     one.add_argument("--save", metavar="DIR", help="where to save the trained model")
     one.add_argument("--report", metavar="PATH", help="where to save the report (.txt or .json)")
     one.add_argument("--print-after", metavar="PASS", help="print the graph as it is after this pass")
@@ -107,7 +136,8 @@ def positive(text: str) -> int:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Load, compile, train, report, save."""
+    """Load, compile, resume, train, save, report."""
+    check_paths(args)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_model(args.model, device, args.dtype, args.seed)
     tokens = load_tokens(args.data, tokenizer)
@@ -116,35 +146,139 @@ def train(args: argparse.Namespace) -> None:
         raise ValueError(f"the tokenizer makes token {int(tokens.max())}, but the model has only {vocabulary}")
     batches = TokenBatches(tokens, args.batch, args.seq, args.seed)
 
+    optimizer = make_optimizer(args, model)
     step = oomc.compile(
         model,
         budget=oomc.Budget(device=args.device_budget, host=args.host_budget),
-        optimizer=torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay),
+        optimizer=optimizer,
         example=next(iter(batches)),
+        max_grad_norm=args.clip,
+        state=args.state,
         device=device,
+        seed=args.seed,
     )
     if args.print_after:
         print(step.report(stage=args.print_after))
-    losses = []
-    with tqdm(islice(batches, args.steps), total=args.steps, unit="step") as progress:
-        for batch in progress:
-            losses.append(float(step(**batch)))
-            progress.set_postfix(loss=f"{losses[-1]:.3f}", tokens_per_s=f"{step.metrics['tokens_per_s']:.0f}")
+    done = 0
+    if args.resume:
+        done, seen = resume(args, step, batches)
+        batches = replace(batches, start=seen)
+    losses = run_steps(args, step, batches, done, tokenizer)
 
-    print(step.report())
-    print(f"{args.steps} steps, loss {losses[0]:.4f} -> {losses[-1]:.4f}")
-    if args.report:
-        step.report().save(args.report)
-        print(f"report: {args.report}")
     if args.save:
         model.save_pretrained(args.save)
-        if not isinstance(tokenizer, ByteTokenizer):
-            tokenizer.save_pretrained(args.save)
-        print(f"model: {args.save}")
+        save_tokenizer(tokenizer, args.save)
+    report = step.report()
+    if args.report:
+        report.save(args.report)
+    print(report)
+    print(f"{len(losses)} steps, loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+    for name, path in (("report", args.report), ("checkpoint", args.checkpoint), ("model", args.save)):
+        if path:
+            print(f"{name}: {path}")
 
 
-def load_model(name: str, device: str, dtype: str | None, seed: int) -> tuple[Any, Any]:
-    """The model and its tokenizer, from a directory or made from a preset; bytes where there is no tokenizer."""
+def check_paths(args: argparse.Namespace) -> None:
+    """Refuse what could not be read or written, before any work is done."""
+    if args.save_every and not args.checkpoint:
+        raise ValueError("--save-every needs --checkpoint DIR, where to save")
+    if args.report and Path(args.report).suffix not in (".txt", ".json"):
+        raise ValueError(f"--report {args.report}: a report is saved as .txt or .json")
+    if args.resume:
+        locate(args.resume)
+    if args.checkpoint:
+        foreign_entries(Path(args.checkpoint))
+        if args.save and Path(args.save).resolve() == Path(args.checkpoint).resolve():
+            raise ValueError("--save and --checkpoint are one directory; a checkpoint is a model directory already")
+
+
+def make_optimizer(args: argparse.Namespace, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """torch's optimizer with the defaults of the command line where no option is given."""
+    if args.momentum is not None and args.optimizer != "sgd":
+        raise ValueError("--momentum is an option of --optimizer sgd")
+    kind, options = OPTIMIZERS[args.optimizer]
+    return kind(model.parameters(), **options | hyperparameters(args))
+
+
+def hyperparameters(args: argparse.Namespace) -> dict[str, float]:
+    """Those that are given as options."""
+    given = {name: getattr(args, name) for name in ("lr", "weight_decay", "momentum")}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def run_steps(
+    args: argparse.Namespace, step: Any, batches: TokenBatches, done: int, tokenizer: Tokenizer
+) -> list[float]:
+    """Train until `args.steps` steps are done, with checkpoints on the way and at the end; the losses."""
+    stream, losses = iter(batches), []
+    saved = False
+    with tqdm(range(done, args.steps), initial=done, total=args.steps, unit="step") as progress:
+        for number in progress:
+            losses.append(train_step(step, stream, args.accumulate))
+            progress.set_postfix(loss=f"{losses[-1]:.3f}", tokens_per_s=f"{step.metrics['tokens_per_s']:.0f}")
+            last = number + 1 == args.steps
+            if args.checkpoint and (last or (args.save_every and (number + 1) % args.save_every == 0)):
+                position = position_of(batches) | {
+                    "steps": number + 1,
+                    "batches": batches.start + len(losses) * args.accumulate,
+                }
+                # the first is waited for, so that the tokenizer can be put beside it; later ones take it along
+                step.save(args.checkpoint, position, asynchronous=saved and not last)
+                if not saved:
+                    save_tokenizer(tokenizer, args.checkpoint)
+                saved = True
+    return losses
+
+
+def train_step(step: Any, stream: Iterator[dict[str, torch.Tensor]], accumulate: int) -> float:
+    """One update from `accumulate` micro-batches, which are all of one size; their mean loss."""
+    if accumulate == 1:
+        return float(step(**next(stream)))
+    losses = [step.forward_backward(**next(stream)) for _ in range(accumulate)]
+    step.update()
+    return float(torch.stack(losses).mean())
+
+
+def position_of(batches: TokenBatches) -> dict[str, int]:
+    """What the order of batches depends on."""
+    return {
+        "--batch": batches.batch,
+        "--seq": batches.seq,
+        "--seed": batches.seed,
+        "--data": batches.fingerprint(),
+    }
+
+
+def resume(args: argparse.Namespace, step: Any, batches: TokenBatches) -> tuple[int, int]:
+    """Load the checkpoint; how many steps and batches it has seen. Hyperparameters given as options stay as given."""
+    extra = step.load(args.resume)
+    if not isinstance(extra, dict) or not {"steps", "batches"} <= extra.keys():
+        raise ValueError(f"{args.resume} was not saved by `oomc train`: it does not say which batches it has seen")
+    for name, value in position_of(batches).items():
+        if extra.get(name) != value:
+            was = "other text, or another tokenizer" if name == "--data" else extra.get(name)
+            raise ValueError(
+                f"{args.resume} was trained with another {name} ({was}): the batches that it has seen are not those of "
+                "this run. Give the same options, or start anew from it: oomc train " + args.resume
+            )
+    if extra["steps"] >= args.steps:
+        raise ValueError(f"{args.resume} has {extra['steps']} steps behind it; --steps {args.steps} asks for no more")
+    for group in step.optimizer.param_groups:
+        group.update(hyperparameters(args))
+    return extra["steps"], extra["batches"]
+
+
+def save_tokenizer(tokenizer: Any, directory: str) -> None:
+    """Put the tokenizer beside the model, unless it is bytes, which is what a model without one has."""
+    if not isinstance(tokenizer, ByteTokenizer):
+        tokenizer.save_pretrained(directory)
+
+
+def load_model(name: str, device: str, dtype: str | None, seed: int) -> tuple[Any, Tokenizer]:
+    """The model and its tokenizer, of a directory or a preset; bytes where there is no tokenizer.
+
+    The model's weights take no memory yet: the step reads or draws them block by block.
+    """
     try:
         import transformers
     except ImportError as error:
@@ -152,15 +286,12 @@ def load_model(name: str, device: str, dtype: str | None, seed: int) -> tuple[An
 
     path = Path(name)
     if path.is_dir():
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True)
-        return model, load_tokenizer(path)
+        return oomc.load(path, dtype=dtype), load_tokenizer(path)
     if name not in PRESETS:
         raise ValueError(f"{name!r} is neither a model directory nor a preset ({', '.join(PRESETS)})")
-    torch.manual_seed(seed)
     config = transformers.Qwen3MoeConfig(**PRESETS[name])
     preset_dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, preset_dtype))
-    return model, ByteTokenizer()
+    return oomc.load(config, dtype=preset_dtype, seed=seed), ByteTokenizer()
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -163,7 +163,7 @@ class Compiler:
         if known is None:
             program, projection = pipeline.plan_step(
                 trace.bare, trace.profiler, sizes, self._device_allowed(), options.budget, accumulate=accumulate,
-                updates=updates, resident=resident, verify=options.verify,
+                updates=updates, resident=resident, verify=options.verify, in_all=self.in_all,
             )  # fmt: skip
             trace.bare.compiled = program.compiled = trace.bare.compiled
             program = pipeline.lower(program, options.backend)
@@ -172,12 +172,12 @@ class Compiler:
             trace.plans[sizes, accumulate, frozenset(program.plan.resident)] = known
         return known
 
-    def projected(self, projection: Projection) -> int:
-        """The device peak that a projection of the step's own tensors comes to, in bytes."""
+    def in_all(self, own: int) -> int:
+        """The device bytes that so many of the step's own tensors come to."""
         device = self.options.device
         if device.type != "cuda":
-            return projection.peak
-        return int(projection.peak * (1 + FRAGMENTATION)) + cuda_usage(device).outside + CUDA_WORKSPACE
+            return own
+        return int(own * (1 + FRAGMENTATION)) + cuda_usage(device).outside + CUDA_WORKSPACE
 
     def _device_allowed(self) -> int:
         """Device bytes for the step's own tensors."""

@@ -10,6 +10,7 @@ The labels are the input ids: Hugging Face models shift them by themselves.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,12 +96,16 @@ def load_tokens(paths: Iterable[str | Path], tokenizer: Tokenizer, limit: int | 
 
 @dataclass(frozen=True)
 class TokenBatches:
-    """Endless batches of windows of `seq` tokens: every window once an epoch, in an order given by the seed."""
+    """Endless batches of windows of `seq` tokens: every window once an epoch, in an order given by the seed.
+
+    With `start`, the batches before that one are left out: what follows is what followed them.
+    """
 
     tokens: Tensor
     batch: int
     seq: int
     seed: int = 0
+    start: int = 0
 
     def __post_init__(self) -> None:
         if self.tokens.numel() < self.batch * self.seq:
@@ -112,8 +117,16 @@ class TokenBatches:
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         generator = torch.Generator().manual_seed(self.seed)
         windows = self.tokens[: self.tokens.numel() // self.seq * self.seq].view(-1, self.seq)
+        epochs, first = divmod(self.start, len(windows) // self.batch)
+        for _ in range(epochs):
+            torch.randperm(len(windows), generator=generator)
         while True:
             order = torch.randperm(len(windows), generator=generator)
-            for start in range(0, len(order) - self.batch + 1, self.batch):
-                ids = windows[order[start : start + self.batch]].long()
+            for index in range(first, len(windows) // self.batch):
+                ids = windows[order[index * self.batch : (index + 1) * self.batch]].long()
                 yield {"input_ids": ids, "labels": ids.clone()}
+            first = 0
+
+    def fingerprint(self) -> int:
+        """A checksum of all tokens: other text has another one."""
+        return zlib.crc32(self.tokens.numpy().tobytes())

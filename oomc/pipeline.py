@@ -90,11 +90,12 @@ def with_plan(bare: Program, choose: ChooseResidency, observe: Observer | None =
 def plan_step(
     bare: Program, profiler: Profiler, sizes: tuple[int, int], allowed: int | None, budget: Budget,
     *, accumulate: bool = False, updates: Updates = DEFAULT, resident: Collection[str] = (),
-    candidates: Sequence[Candidate] = CANDIDATES, verify: bool = False,
+    candidates: Sequence[Candidate] = CANDIDATES, verify: bool = False, in_all: Callable[[int], int] = int,
 ) -> tuple[Program, Projection]:  # fmt: skip
     """The first candidate plan whose projected device peak is within `allowed` bytes, and its scheduled program.
 
     What is left over goes to slabs of `resident`, the largest first, and then to gradients that wait on the device.
+    `in_all` says what a peak of the step's own tensors comes to with all that the process holds beside them.
 
     Raises:
         BudgetError: none is; names the smallest budget that would do.
@@ -117,7 +118,8 @@ def plan_step(
         if least is None or made[1].peak < least[1].peak:
             least = made
     assert least is not None and allowed is not None
-    raise BudgetError(explain_shortage(*least, allowed, sizes), smallest_device=least[1].peak)
+    smallest = in_all(least[1].peak)
+    raise BudgetError(explain_shortage(*least, in_all(allowed), sizes, smallest), smallest_device=smallest)
 
 
 def _larger(
@@ -145,20 +147,23 @@ def _larger(
         chosen.pop()
 
 
-def explain_shortage(program: Program, projection: Projection, allowed: int, sizes: tuple[int, int]) -> str:
+def explain_shortage(
+    program: Program, projection: Projection, allowed: int, sizes: tuple[int, int], smallest: int
+) -> str:
     """What the most frugal plan needs, as a table."""
     assert program.plan is not None
     rows = [
         ("weights in flight (slots)", sum(program.plan.slots)),
         ("buffers, constants, inputs", projection.fixed - sum(program.plan.slots)),
         (f"values and temporaries at {projection.at}", projection.peak - projection.fixed),
-        ("needed", projection.peak),
-        ("allowed", allowed),
     ]
+    if smallest > projection.peak:
+        rows.append(("CUDA's own, and what its allocator reserves", smallest - projection.peak))
+    rows += [("needed", smallest), ("allowed", allowed)]
     return (
         f"a step of batch {sizes[0]} x {sizes[1]} does not fit the device budget:\n{bytes_table(rows)}\n"
-        f"The smallest device budget that works for this batch is {projection.peak} bytes "
-        f"({format_bytes(projection.peak)}). Raise the budget, or make the batch or the sequence smaller"
+        f"The smallest device budget that works for this batch is {smallest} bytes "
+        f"({format_bytes(smallest)}). Raise the budget, or make the batch or the sequence smaller"
     )
 
 

@@ -487,7 +487,7 @@ class Step:
     def projected(self) -> int:
         """The projected device peak of the current plan, in bytes."""
         assert self._current is not None, "nothing is compiled yet"
-        return self._compiler.projected(self._current.projection)
+        return self._compiler.in_all(self._current.projection.peak)
 
     @property
     def plan(self) -> Plan:

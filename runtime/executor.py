@@ -26,7 +26,7 @@ from oomc.runtime.gradients import BUFFER_ELEMENTS, CHUNK_ELEMENTS, Clipping, Gr
 from oomc.runtime.lanes import Lane, mark
 from oomc.runtime.optim import UpdateRule, compile_rule
 from oomc.runtime.pool import Pool
-from oomc.runtime.slabs import DeviceSlab, HostSlab, Slab
+from oomc.runtime.slabs import HostSlab, Slab
 from oomc.runtime.updates import StepCounts, Where
 from oomc.runtime.weights import Fetch, WeightBuffers
 
@@ -247,4 +247,3 @@ class Runtime:
             slab.close()
 
 
-__all__ = ["Clipping", "DeviceSlab", "HostSlab", "Runtime", "Slab", "StepCounts"]

@@ -1,0 +1,147 @@
+"""The runtime's updates: host, device, streamed or resident, clipped or not, on the CPU and on CUDA: the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from oomc.runtime.adamw import AdamW
+from oomc.runtime.chaos import Adversary
+from oomc.runtime.executor import Runtime
+from oomc.runtime.gradients import Clipping
+from oomc.runtime.low_bit import LowBitAdamW
+from oomc.runtime.optim import UpdateRule
+from oomc.runtime.sgd import SGD
+from oomc.runtime.slabs import DeviceSlab, Slab
+from tests.slab_cases import CPU, GROUP_OF, GROUPS, SPECS, gradients, make_slab, same
+
+STEPS = 20
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+)
+RULES: dict[str, UpdateRule] = {
+    "adamw": AdamW(), "bf16": LowBitAdamW("bf16"), "8bit": LowBitAdamW("8bit"), "sgd": SGD(),
+}  # fmt: skip
+
+
+def train(rule: UpdateRule, device: torch.device, resident: bool = False, clip: bool = False, **options: Any) -> Any:
+    """The state after 20 steps of two slabs, and the norms; decay, two groups, a learning rate that changes."""
+    slabs: list[Slab] = []
+    for index in range(2):
+        slab: Slab = make_slab(f"block{index}", index, pin=device.type == "cuda")
+        if resident:
+            host, slab = slab, DeviceSlab(slab.layout, device)
+            slab.copy_from(host)
+        slabs.append(slab)
+    runtime = Runtime(device, slabs, [], rule, GROUP_OF, workers=2, buffers=3, chunk_elems=512, **options)
+    norms = []
+    try:
+        for step in range(STEPS):
+            momentum = {"momentum": 0.9, "dampening": 0.1, "nesterov": False}
+            runtime.begin_step([rule.hyper(g | momentum | {"lr": g["lr"] * (1 + step % 3)}) for g in GROUPS])
+            tickets = []
+            for index in range(2):
+                grads = {name: grad.to(device) for name, grad in gradients(step, index).items()}
+                mode = "keep" if clip else "update"
+                tickets.append(runtime.offload(f"block{index}", list(grads), list(grads.values()), mode))  # type: ignore[arg-type]
+            if clip:
+                runtime.apply_kept(Clipping(max_norm=10.0))
+            for ticket in tickets:
+                runtime.wait_gradients(ticket)
+            runtime.synchronize()
+            norms.append(runtime.end_step().grad_norm)
+        state = [t.cpu() for s in slabs for t in (s.weights, s.lo, *s.state.values())]
+        return norms, [t.clone() for t in state]
+    finally:
+        runtime.close()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
+@pytest.mark.parametrize("name", ["cpu", CUDA])
+def test_the_same_bits(name: str, clip: bool, rule: str) -> None:
+    norms, expected = train(RULES[rule], CPU, clip=clip, synchronous=True)
+    if clip:
+        every = [
+            torch.cat([g.float().flatten() for i in range(2) for g in gradients(s, i).values()]) for s in range(20)
+        ]
+        assert norms == pytest.approx([float(g.double().norm()) for g in every], rel=1e-12)
+        assert min(norms) > 10.0, "nothing is clipped"
+    device = torch.device(name)
+    for where in ("host", "device", "both"):
+        assert same(train(RULES[rule], device, clip=clip, where=where)[1], expected), where
+    assert same(train(RULES[rule], device, resident=True, clip=clip)[1], expected), "resident"
+    for seed in range(2):
+        adversary = Adversary(seed)
+        assert same(train(RULES[rule], device, clip=clip, where="both", adversary=adversary)[1], expected)
+        assert same(train(RULES[rule], device, clip=clip, resident=True, adversary=adversary)[1], expected)
+
+
+def test_every_parameter_was_updated() -> None:
+    _, state = train(RULES["adamw"], CPU, synchronous=True)
+    before = make_slab("block0", 0)
+    trained = [s.name for s in SPECS if s.trainable]
+    assert all(not torch.equal(before.param(n), _of(before, state[0], n)) for n in trained if n != "scalar")
+
+
+def _of(slab: Slab, weights: torch.Tensor, name: str) -> torch.Tensor:
+    place = slab.layout.place(name)
+    view = weights[place.offset : place.offset + place.spec.nbytes]
+    return view.view(place.spec.dtype).view(place.spec.shape)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_steps_on_cuda(tmp_path: Any) -> None:
+    """Whole steps on the device: where updates run changes no bit; a checkpoint resumes; evaluation sees the weights."""
+    import copy
+
+    import oomc
+    from oomc.models import tiny
+    from tests.helpers import ADAMW, state, tokens
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        start = tiny.build("qwen3_moe", dtype=torch.bfloat16)
+        batches = [tokens(2, 24, seed=i) for i in range(6)]
+
+        def make(**options: Any) -> Any:
+            model = copy.deepcopy(start)
+            optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+            return oomc.compile(model, optimizer=optimizer, example=batches[0], device="cuda", **options)
+
+        def run(step: Any, some: Any) -> dict[str, torch.Tensor]:
+            losses = [step(**b) for b in some]
+            return {"loss": losses[-1].cpu()} | {n: t.cpu() for n, t in state(step).items()}
+
+        least = 2 << 30
+        for clip in (None, 0.5):
+            runs = {}
+            for where in ("host", "device", None):
+                step = make(updates=where, max_grad_norm=clip, budget=oomc.Budget(device=least))
+                step._state.slabs  # noqa: B018
+                runs[str(where)] = run(step, batches)
+                step.close()
+            resident = make(max_grad_norm=clip)
+            assert resident.plan.resident
+            runs["resident"] = run(resident, batches[:3])
+            resident.save(tmp_path / "a")
+            runs["resident"] = run(resident, batches[3:])
+            for name, result in runs.items():
+                for key, value in runs["host"].items():
+                    assert torch.equal(result[key].view(torch.uint8), value.view(torch.uint8)), (name, key)
+            again = make(max_grad_norm=clip, updates="host", budget=oomc.Budget(device=least))
+            again.load(tmp_path / "a")
+            resumed = run(again, batches[3:])
+            for key, value in runs["host"].items():
+                assert torch.equal(resumed[key].view(torch.uint8), value.view(torch.uint8)), key
+            for step in (resident, again):
+                logits = step.evaluate(**batches[0]).logits.float().cpu()
+                with torch.no_grad():
+                    plain = copy.deepcopy(step.model).cpu().eval()(**batches[0]).logits.float()
+                assert torch.allclose(logits, plain, atol=0.1)
+                step.close()
+    finally:
+        torch.use_deterministic_algorithms(False)
