@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from oomc.runtime.adamw import AdamW
@@ -9,7 +11,7 @@ from oomc.runtime.layout import ParamSpec, SlabLayout
 from oomc.runtime.slabs import HostSlab
 
 CPU = torch.device("cpu")
-GROUPS = [
+GROUPS: list[dict[str, Any]] = [
     {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1},
     {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.0},
 ]

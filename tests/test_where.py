@@ -64,9 +64,8 @@ def train(rule: UpdateRule, device: torch.device, resident: bool = False, clip: 
 def test_the_same_bits(name: str, clip: bool, rule: str) -> None:
     norms, expected = train(RULES[rule], CPU, clip=clip, synchronous=True)
     if clip:
-        every = [
-            torch.cat([g.float().flatten() for i in range(2) for g in gradients(s, i).values()]) for s in range(20)
-        ]
+        pairs = [[*gradients(s, 0).values(), *gradients(s, 1).values()] for s in range(STEPS)]
+        every = [torch.cat([g.float().flatten() for g in grads]) for grads in pairs]
         assert norms == pytest.approx([float(g.double().norm()) for g in every], rel=1e-12)
         assert min(norms) > 10.0, "nothing is clipped"
     device = torch.device(name)
@@ -95,7 +94,7 @@ def _of(slab: Slab, weights: torch.Tensor, name: str) -> torch.Tensor:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_steps_on_cuda(tmp_path: Any) -> None:
-    """Whole steps on the device: where updates run changes no bit; a checkpoint resumes; evaluation sees the weights."""
+    """Whole steps on the device: where updates run changes no bit; checkpoints resume; evaluation sees weights."""
     import copy
 
     import oomc
@@ -116,12 +115,16 @@ def test_steps_on_cuda(tmp_path: Any) -> None:
             losses = [step(**b) for b in some]
             return {"loss": losses[-1].cpu()} | {n: t.cpu() for n, t in state(step).items()}
 
-        least = 2 << 30
+        with pytest.raises(oomc.BudgetError) as caught:
+            make(budget=oomc.Budget(device=1 << 30), max_grad_norm=0.5)
+        least = caught.value.smallest_device
+        assert least is not None
+        least += 4 << 20
         for clip in (None, 0.5):
             runs = {}
             for where in ("host", "device", None):
                 step = make(updates=where, max_grad_norm=clip, budget=oomc.Budget(device=least))
-                step._state.slabs  # noqa: B018
+                assert not step.plan.resident
                 runs[str(where)] = run(step, batches)
                 step.close()
             resident = make(max_grad_norm=clip)
