@@ -197,7 +197,8 @@ def make_optimizer(args: argparse.Namespace, model: torch.nn.Module) -> torch.op
     if args.momentum is not None and args.optimizer != "sgd":
         raise ValueError("--momentum is an option of --optimizer sgd")
     kind, options = OPTIMIZERS[args.optimizer]
-    return kind(model.parameters(), **options | hyperparameters(args))
+    optimizer: torch.optim.Optimizer = kind(model.parameters(), **options | hyperparameters(args))
+    return optimizer
 
 
 def hyperparameters(args: argparse.Namespace) -> dict[str, float]:

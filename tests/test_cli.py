@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,8 @@ import oomc
 from oomc import cli
 from oomc.data import ByteTokenizer
 from oomc.errors import BudgetError
+
+TRAIN = ["train", "qwen3-moe-tiny", "--data", __file__, "--batch", "1", "--seq", "16"]
 
 
 class StubReport:
@@ -28,13 +34,33 @@ class StubStep:
 
     def __init__(self, model: Any, **options: Any) -> None:
         self.model, self.options = model, options
+        self.optimizer = options["optimizer"]
+        self.calls: list[str] = []
+        self.saved: list[tuple[str, Any, bool]] = []
+        self.extra: Any = None
         self.batches: list[dict[str, torch.Tensor]] = []
         self.metrics = {"tokens_per_s": 1.0}
         self.stages: list[str | None] = []
 
     def __call__(self, **batch: torch.Tensor) -> torch.Tensor:
+        self.calls.append("step")
         self.batches.append(batch)
         return torch.tensor(5.0 - len(self.batches))
+
+    def forward_backward(self, **batch: torch.Tensor) -> torch.Tensor:
+        loss = self(**batch)
+        self.calls[-1] = "forward_backward"
+        return loss
+
+    def update(self) -> None:
+        self.calls.append("update")
+
+    def save(self, directory: str, extra: Any, *, asynchronous: bool) -> None:
+        self.calls.append("save")
+        self.saved.append((directory, extra, asynchronous))
+
+    def load(self, directory: str) -> Any:
+        return self.extra
 
     def report(self, stage: str | None = None) -> StubReport:
         self.stages.append(stage)
@@ -64,25 +90,112 @@ def text(tmp_path: Path) -> str:
 def test_train_a_preset(steps: list[StubStep], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     options = "--steps 3 --batch 2 --seq 16 --lr 0.5 --device cpu --device-budget 8MiB".split()
-    paths = ["--save", str(tmp_path / "model"), "--report", str(tmp_path / "report.json")]
+    paths = ["--report", str(tmp_path / "report.json")]
     assert cli.main(["train", "qwen3-moe-tiny", "--data", text, *options, *paths, "--print-after", "assemble"]) == 0
     [step] = steps
     assert step.stages[0] == "assemble"
     assert step.options["budget"] == {"device": "8MiB", "host": None}
-    assert step.options["optimizer"].param_groups[0]["lr"] == 0.5
+    assert type(step.optimizer) is torch.optim.AdamW
+    assert {name: step.optimizer.param_groups[0][name] for name in ("lr", "weight_decay")} == {
+        "lr": 0.5,
+        "weight_decay": 0.01,
+    }
     assert step.options["device"] == "cpu"
+    assert (step.options["max_grad_norm"], step.options["state"]) == (None, "fp32")
     assert step.options["example"]["input_ids"].shape == (2, 16)
-    assert len(step.batches) == 3
+    assert step.calls == ["step"] * 3
     assert step.model.dtype == torch.float32
+    assert next(step.model.parameters()).is_meta, "the step draws the weights, block by block"
     out = capsys.readouterr().out
     assert "the report" in out
     assert "3 steps, loss 4.0000 -> 2.0000" in out
-    assert (tmp_path / "model" / "model.safetensors").exists()
-
-    # what was saved is a model directory
-    assert cli.main(["train", str(tmp_path / "model"), "--data", text, *options, "--dtype", "bfloat16"]) == 0
-    assert steps[1].model.dtype == torch.bfloat16
     assert cli.main(["report", str(tmp_path / "report.json")]) == 0
+
+
+def test_a_model_directory_is_loaded_without_memory(steps: list[StubStep], text: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from oomc.models import tiny
+
+    saved: Any = tiny.build("qwen3_moe")
+    saved.save_pretrained(tmp_path / "model")
+    options = "--steps 1 --batch 1 --seq 16 --dtype bfloat16".split()
+    assert cli.main(["train", str(tmp_path / "model"), "--data", text, *options]) == 0
+    [step] = steps
+    assert step.model.dtype == torch.bfloat16
+    assert next(step.model.parameters()).is_meta
+
+
+def test_options_of_the_optimizer_and_of_windows(steps: list[StubStep], text: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    options = "--steps 5 --batch 1 --seq 16 --optimizer sgd --momentum 0.9 --clip 2 --accumulate 2".split()
+    paths = ["--checkpoint", str(tmp_path / "ck"), "--save-every", "2"]
+    assert cli.main(["train", "qwen3-moe-tiny", "--data", text, *options, *paths]) == 0
+    [step] = steps
+    assert type(step.optimizer) is torch.optim.SGD
+    group = step.optimizer.param_groups[0]
+    assert (group["lr"], group["momentum"], group["weight_decay"]) == (1e-4, 0.9, 0)
+    assert step.options["max_grad_norm"] == 2
+    window = ["forward_backward", "forward_backward", "update"]
+    assert step.calls == [*window, *window, "save", *window, *window, "save", *window, "save"]
+    assert [(extra["steps"], extra["batches"], later) for _, extra, later in step.saved] == [
+        (2, 4, False),
+        (4, 8, True),
+        (5, 10, False),
+    ]
+
+
+@pytest.fixture
+def resumed(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Callable[[dict[str, int]], Any], list[str]], tuple[int, StubStep]]:
+    """A run of two steps, and one that resumes it with what `change` makes of its position."""
+    made: list[StubStep] = []
+    extras: list[Any] = []
+
+    def stub_compile(model: Any, **options: Any) -> StubStep:
+        made.append(StubStep(model, **options))
+        made[-1].extra = extras[-1] if extras else None
+        return made[-1]
+
+    monkeypatch.setattr(oomc, "compile", stub_compile)
+    monkeypatch.setattr(cli, "locate", lambda path: path)
+    train = ["train", "qwen3-moe-tiny", "--data", text, "--batch", "1", "--seq", "16"]
+
+    def run(change: Callable[[dict[str, int]], Any], options: list[str]) -> tuple[int, StubStep]:
+        assert cli.main([*train, "--steps", "2", "--checkpoint", str(tmp_path / "ck")]) == 0
+        extras.append(change(made[-1].saved[-1][1]))
+        return cli.main([*train, "--resume", str(tmp_path / "ck"), *options]), made[-1]
+
+    return run
+
+
+def test_resume_goes_on_where_it_was(resumed: Any, text: str) -> None:
+    pytest.importorskip("transformers")
+    code, step = resumed(dict, ["--steps", "4", "--lr", "0.25"])
+    assert code == 0
+    assert len(step.batches) == 2
+    assert step.optimizer.param_groups[0]["lr"] == 0.25
+    _, first = resumed(dict, ["--steps", "3"])
+    assert torch.equal(first.batches[0]["input_ids"], step.batches[0]["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (dict, ["--steps", "2"], "has 2 steps behind it; --steps 2 asks for no more"),
+        (dict, ["--seq", "8"], "was trained with another --seq (16)"),
+        (lambda extra: extra | {"--data": 0}, [], "was trained with another --data (other text, or another tokenizer)"),
+        (lambda extra: None, [], "was not saved by `oomc train`"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused(
+    resumed: Any, change: Any, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    code, step = resumed(change, options)
+    assert code == 2
+    assert not step.batches
+    assert message in capsys.readouterr().err
 
 
 def test_bytes_where_the_model_has_no_tokenizer(tmp_path: Path) -> None:
@@ -95,9 +208,18 @@ def test_bytes_where_the_model_has_no_tokenizer(tmp_path: Path) -> None:
         (["train", "nonsense", "--data", "x"], "'nonsense' is neither a model directory nor a preset"),
         (["train", "qwen3-moe-tiny", "--data", "absent.txt"], "no such file or folder: absent.txt"),
         (["report", "absent.json"], "absent.json"),
+        ([*TRAIN, "--save-every", "2"], "--save-every needs --checkpoint DIR"),
+        ([*TRAIN, "--resume", "absent"], "there is no checkpoint of oomc at"),
+        ([*TRAIN, "--checkpoint", "tests"], "is not empty and no checkpoint of oomc"),
+        ([*TRAIN, "--checkpoint", "new", "--save", "./new"], "--save and --checkpoint are one directory"),
+        ([*TRAIN, "--report", "report.html"], "a report is saved as .txt or .json"),
+        ([*TRAIN, "--momentum", "0.9"], "--momentum is an option of --optimizer sgd"),
+        ([*TRAIN, "--optimizer", "sgd", "--state", "8bit"], "is not supported for torch.optim.SGD"),
+        ([*TRAIN, "--clip", "0"], "is no norm to clip to"),
     ],
 )
 def test_mistakes_are_messages(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
     assert cli.main(arguments) == 2
     assert message in capsys.readouterr().err
 
@@ -130,6 +252,17 @@ def test_report_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert cli.main(["report", str(tmp_path / "report.txt")]) == 0
 
 
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({"text": "small"}))
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "oomc", "report", str(path)]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=Path(cli.__file__).parents[1])
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (cli.BROKEN_PIPE, b"")
+
+
 def test_presets_have_the_sizes_they_say() -> None:
     transformers = pytest.importorskip("transformers")
     counts = {}
@@ -144,7 +277,6 @@ def test_presets_have_the_sizes_they_say() -> None:
     }
 
 
-@pytest.mark.skipif(not hasattr(oomc, "compile"), reason="oomc.compile does not exist yet")
 def test_end_to_end(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     options = "--steps 6 --batch 2 --seq 32 --lr 3e-3 --device cpu".split()
@@ -154,3 +286,41 @@ def test_end_to_end(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert float(words[2]) < float(words[0])
     assert cli.main(["report", str(tmp_path / "report.json")]) == 0
     assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_resume_equals_an_uninterrupted_run(text: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from oomc.models import tiny
+
+    model: Any = tiny.build("qwen3_moe", torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    train = ["train", str(tmp_path / "model"), "--data", text, *"--batch 2 --seq 32 --lr 3e-3 --device cpu".split()]
+    train += "--clip 1 --accumulate 2 --state 8bit".split()
+    checkpoint = str(tmp_path / "ck")
+
+    assert cli.main([*train, "--steps", "5", "--save", str(tmp_path / "whole")]) == 0
+    assert cli.main([*train, "--steps", "3", "--checkpoint", checkpoint, "--save-every", "1"]) == 0
+    again = ["--resume", checkpoint, "--checkpoint", checkpoint, "--save", str(tmp_path / "resumed")]
+    assert cli.main([*train, "--steps", "5", *again]) == 0
+    whole, resumed = (tmp_path / name / "model.safetensors" for name in ("whole", "resumed"))
+    assert whole.read_bytes() == resumed.read_bytes()
+
+
+def test_checkpoints_have_the_tokenizer(steps: list[StubStep], text: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("tokenizers")
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    from oomc.models import tiny
+
+    model: Any = tiny.build("qwen3_moe")
+    model.save_pretrained(tmp_path / "model")
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"It": 0, "?": 1}, unk_token="?")), unk_token="?"
+    )
+    words.save_pretrained(tmp_path / "model")
+    (tmp_path / "words.txt").write_text("It")
+    options = ["--steps", "1", "--batch", "1", "--seq", "1", "--checkpoint", str(tmp_path / "ck")]
+    assert cli.main(["train", str(tmp_path / "model"), "--data", str(tmp_path / "words.txt"), *options]) == 0
+    assert not isinstance(cli.load_tokenizer(tmp_path / "ck"), ByteTokenizer)

@@ -66,6 +66,21 @@ def test_each_epoch_has_every_window_once() -> None:
     assert not torch.equal(first["input_ids"], other["input_ids"])
 
 
+@pytest.mark.parametrize("start", [0, 3, 4, 9])
+def test_start_leaves_out_the_batches_before(start: int) -> None:
+    tokens = torch.arange(50, dtype=torch.int32)  # 4 batches an epoch
+    all_of_them = list(islice(TokenBatches(tokens, batch=2, seq=6, seed=3), 14))[start:]
+    later = list(islice(TokenBatches(tokens, batch=2, seq=6, seed=3, start=start), 14 - start))
+    for one, other in zip(all_of_them, later, strict=True):
+        assert torch.equal(one["input_ids"], other["input_ids"])
+
+
+def test_other_text_has_another_fingerprint() -> None:
+    tokens = torch.arange(50, dtype=torch.int32)
+    assert TokenBatches(tokens, 2, 6).fingerprint() == TokenBatches(tokens.clone(), 1, 5).fingerprint()
+    assert TokenBatches(tokens, 2, 6).fingerprint() != TokenBatches(tokens + 1, 2, 6).fingerprint()
+
+
 def test_too_little_data() -> None:
     with pytest.raises(ValueError, match="fewer than one batch of 2 x 6"):
         TokenBatches(torch.arange(11), batch=2, seq=6)
