@@ -98,7 +98,9 @@ def test_steps_on_cuda(tmp_path: Any) -> None:
     import copy
 
     import oomc
+    from oomc.compiler import CUDA_WORKSPACE
     from oomc.models import tiny
+    from oomc.runtime.meter import cuda_usage
     from tests.helpers import ADAMW, state, tokens
 
     torch.use_deterministic_algorithms(True)
@@ -116,7 +118,8 @@ def test_steps_on_cuda(tmp_path: Any) -> None:
             return {"loss": losses[-1].cpu()} | {n: t.cpu() for n, t in state(step).items()}
 
         with pytest.raises(oomc.BudgetError) as caught:
-            make(budget=oomc.Budget(device=1 << 30), max_grad_norm=0.5)
+            nothing = cuda_usage(torch.device("cuda")).outside + CUDA_WORKSPACE + 4096
+            make(budget=oomc.Budget(device=nothing), max_grad_norm=0.5)
         least = caught.value.smallest_device
         assert least is not None
         least += 4 << 20
