@@ -57,6 +57,7 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
             (block-wise scaled moments, about 6.2 bytes), which change the numbers.
         updates: who updates parameters whose state lives on the host: the "host" alone, which needs no device memory
             for it, or the "device" alone, which leaves the host's cores to others; None for both, which is fastest.
+            Where the device budget leaves no room to pass state through the device, the host does it all (`plan.where`).
         device: where to compute: "cuda", or "cpu" for the CPU stand-in; None for CUDA if there is one.
         backend: "eager" or "inductor" for the worksets; None for eager.
         seed: of dropout, whose masks depend on seed, step and position only.

@@ -103,7 +103,7 @@ def test_steps_on_cuda(tmp_path: Any) -> None:
     from oomc.runtime.meter import cuda_usage
     from tests.helpers import ADAMW, state, tokens
 
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         start = tiny.build("qwen3_moe", dtype=torch.bfloat16)
         batches = [tokens(2, 24, seed=i) for i in range(6)]
@@ -122,12 +122,13 @@ def test_steps_on_cuda(tmp_path: Any) -> None:
             make(budget=oomc.Budget(device=nothing), max_grad_norm=0.5)
         least = caught.value.smallest_device
         assert least is not None
-        least += 4 << 20
+        least += 1_000_000  # for staging memory, and little more
         for clip in (None, 0.5):
             runs = {}
             for where in ("host", "device", None):
                 step = make(updates=where, max_grad_norm=clip, budget=oomc.Budget(device=least))
-                assert not step.plan.resident
+                assert step.plan.where == (where or "both")
+                assert len(step.plan.resident) <= 1
                 runs[str(where)] = run(step, batches)
                 step.close()
             resident = make(max_grad_norm=clip)
