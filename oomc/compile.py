@@ -39,8 +39,9 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
         model: a Hugging Face or plain PyTorch model, bf16 or fp32 (or mixed), on the CPU or the device. Its
             parameters keep their identity and are moved into the step's host memory.
         budget: device and host memory that the step may take; None for all there is.
-        optimizer: a `torch.optim.AdamW` made from the model's parameters (None: with torch's defaults). Parameters
-            that it does not hold are not trained. Its `step` is never called; schedulers work on it as usual.
+        optimizer: a `torch.optim.AdamW` or `SGD` made from the model's parameters (None: AdamW with torch's defaults).
+            Parameters that it does not hold are not trained. Its `step` is never called; schedulers work on it as
+            usual, and its state_dict is that of the state wherever it lies.
         example: keyword arguments of one call. With it everything is compiled, and every error raised, now; without
             it, at the first call.
         loss_fn: for models that do not return a loss: `loss_fn(output, batch) -> scalar loss`, or `-> (sum, count)`:
@@ -54,10 +55,10 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
             "raise"; both must know the whole gradient before they update, as clipping does. None: where it is known
             anyway (clipping, `update()`) as "skip", else the update is made with it, as in eager, with a warning.
         state: of AdamW: "fp32"; "bf16" (moments rounded stochastically, 8 bytes a parameter instead of 12) or "8bit"
-            (block-wise scaled moments, about 6.2 bytes), which change the numbers.
+            (block-wise scaled moments, about 6.1 bytes), which change the numbers.
         updates: who updates parameters whose state lives on the host: the "host" alone, which needs no device memory
             for it, or the "device" alone, which leaves the host's cores to others; None for both, which is fastest.
-            Where the device budget leaves no room to pass state through the device, the host does it all (`plan.where`).
+            Where the budget leaves no room to pass state through the device, the host does it all (`plan.where`).
         device: where to compute: "cuda", or "cpu" for the CPU stand-in; None for CUDA if there is one.
         backend: "eager" or "inductor" for the worksets; None for eager.
         seed: of dropout, whose masks depend on seed, step and position only.

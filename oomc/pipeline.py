@@ -154,7 +154,8 @@ def explain_shortage(
     assert program.plan is not None
     rows = [
         ("weights in flight (slots)", sum(program.plan.slots)),
-        ("buffers, constants, inputs", projection.fixed - sum(program.plan.slots)),
+        ("staging for updates", program.plan.update_bytes),
+        ("buffers, constants, inputs", projection.fixed - sum(program.plan.slots) - program.plan.update_bytes),
         (f"values and temporaries at {projection.at}", projection.peak - projection.fixed),
     ]
     if smallest > projection.peak:

@@ -143,10 +143,11 @@ class Plan:
         chunks = ", ".join(f"{name} in {b}x{s}" for name, (b, s) in self.chunks.items()) or "none"
         recomputed = sum(r == "recompute" for r in self.residency.values())
         where = {"host": "host", "device": "device", "both": "host and device"}[self.where]
-        state = f"state of {', '.join(self.resident)} on device, of the rest" if self.resident else "state"
+        count = len(self.resident)
+        state = f"state of {count} slab{'s' * (count != 1)} on device, of the rest" if self.resident else "state"
         return (
             f"batch {self.sizes[0]} x {self.sizes[1]}; {state} on host, updated by {where}"
             f"{' once the norm is known' if self.keep else ''}; {recomputed} values recomputed, "
             f"{len(self.residency) - recomputed} kept; chunks: {chunks}; prefetch {self.prefetch}; gradients of "
-            f"{self.hold} blocks held"
+            f"{self.hold} block{'s' * (self.hold != 1)} held"
         )

@@ -131,10 +131,14 @@ def _device(program: Program, projection: Projection, metrics: dict[str, Any], o
     assert program.plan is not None
     rows = [
         ("weights in flight", f"{len(program.plan.slots)} slots", sum(program.plan.slots)),
-        ("inputs, buffers, constants", "", projection.fixed - sum(program.plan.slots)),
+        (
+            "state and its staging", f"{len(program.plan.resident)} slabs of {len(program.slabs)} live here",
+            program.plan.update_bytes,
+        ),
+        ("inputs, buffers, constants", "", projection.fixed - sum(program.plan.slots) - program.plan.update_bytes),
         ("values, gradients, temporaries", f"at {projection.at}", projection.peak - projection.fixed),
         ("projected peak", "", metrics.get("device_projected", projection.peak)),
-    ]
+    ]  # fmt: skip
     if "device_peak" in metrics:
         rows.append(("measured peak", "", metrics["device_peak"]))
     if options.budget.device is not None:
