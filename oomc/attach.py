@@ -53,7 +53,8 @@ class _Call:
 class _Hook:
     """A hook of a module that stays with it: copies and pickles of the model have one that does nothing.
 
-    Whoever makes one reads the weights, and has to wait for them; the hooks of a module are copied before its parts.
+    Whoever makes one reads the weights, and has to wait for them; the hooks of a module are copied before its weights
+    and parts.
     """
 
     def __init__(self, function: Callable[..., Any] | None = None, settle: Callable[[], None] = lambda: None) -> None:
@@ -75,10 +76,14 @@ class Attachment:
         device: where it is to compute.
         settle: waits until the weights are current; called before they are read or written. It is called often, and
             must be cheap when there is nothing to wait for; it must not keep the step alive.
+        settle_to_write: the same before all weights are written, when a checkpoint must not be under way either.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, settle: Callable[[], None]) -> None:
-        self._device, self._settle = device, settle
+    def __init__(
+        self, model: nn.Module, device: torch.device, settle: Callable[[], None],
+        settle_to_write: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._device, self._settle, self._settle_to_write = device, settle, settle_to_write or settle
         self._lends = device.type == "cuda"
         self._root = weakref.ref(model)
         self._blocks = weakref.WeakSet(blocks_of(model))
@@ -88,10 +93,14 @@ class Attachment:
         self._handles: list[Any] = []
         for module in model.modules():
             holds = any(True for _ in _tensors(module, recurse=False))
+            if holds or module is model or module in self._blocks:
+                # who copies or pickles a module takes its attributes in order, and has to meet a hook first
+                for name in ("_parameters", "_buffers", "_modules"):
+                    module.__dict__[name] = module.__dict__.pop(name)
             if holds or module is model:
                 self._handles += [
                     module.register_state_dict_pre_hook(_Hook(self._before_state, settle)),
-                    module.register_load_state_dict_pre_hook(_Hook(self._before_state, settle)),
+                    module.register_load_state_dict_pre_hook(_Hook(self._before_load, settle)),
                 ]
             if holds or module is model or module in self._blocks:
                 self._handles += [
@@ -118,6 +127,9 @@ class Attachment:
 
     def _before_state(self, *_: Any, **__: Any) -> None:
         self._settle()
+
+    def _before_load(self, *_: Any, **__: Any) -> None:
+        self._settle_to_write()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         if _is_traced(module):

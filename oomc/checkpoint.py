@@ -76,7 +76,11 @@ class Checkpoints:
         """
         self.settle()
         extra_bytes = pickled_safely(extra)
-        draft = Draft(directory)
+        try:
+            draft = Draft(directory)
+        except OSError as error:
+            raise failed(directory, error) from error
+        shards: list[Shard] = []
         try:
             files = Files(draft.path)
             files.write_bytes(f"{OWN}/extra.pt", extra_bytes)
@@ -88,17 +92,22 @@ class Checkpoints:
             if rest:  # now, since nobody would wait with writing to it
                 files.write_tensors(f"model-{count:05d}-of-{count:05d}.safetensors", unshared(rest))
             manifest = self._manifest(progress)
-            shards = [Shard(slab, self._rule.arrays, index + 1, count) for index, slab in enumerate(slabs)]
+            shards += [Shard(slab, self._rule.arrays, index + 1, count) for index, slab in enumerate(slabs)]
+            save = Save(draft, files, manifest, shards)
+            if asynchronous:
+                self._running = save
+                save.start()
         except BaseException as error:
+            if self._running is not None and not self._running.done:
+                raise  # interrupted, but it is being written
+            self._running = None
+            for shard in shards:
+                shard.release()  # or updates would wait for ever
             draft.discard()
             if isinstance(error, OSError | SafetensorError):
                 raise failed(draft.target, error) from error
             raise
-        save = Save(draft, files, manifest, shards)
-        if asynchronous:
-            self._running = save
-            save.start()
-        else:
+        if not asynchronous:
             save.run()
             save.wait()
         return save

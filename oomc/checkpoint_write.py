@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import os
 import pickle
 import threading
 import time
@@ -243,7 +244,7 @@ def pickled_safely(extra: Any) -> bytes:
     return content
 
 
-def failed(target: Path, error: Exception) -> CheckpointError:
+def failed(target: str | os.PathLike[str], error: Exception) -> CheckpointError:
     """What a save that failed raises."""
     return CheckpointError(
         f"the checkpoint {target} could not be written: {error}. What was saved there before is still there"

@@ -7,6 +7,7 @@ torch's own, with its names, so that an eager optimizer takes it, and an eager o
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ TORCH_NAMES = {"m": "exp_avg", "v": "exp_avg_sq"}
 """What torch calls an array that has an element for each weight; others keep their names."""
 
 State = dict[str, torch.Tensor]
+_HOOKS: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def expose_state(
@@ -41,8 +43,12 @@ def expose_state(
         rule: what updates in its place.
         slabs: gives the slabs as they are now.
         params: the model's parameters by name.
-        before: called before state is read or written; waits for updates under way.
+        before: called before state is read or written; waits for updates under way, or raises if there are no slabs.
+
+    What an earlier call has exposed for the same optimizer is forgotten.
     """
+    for handle in _HOOKS.pop(optimizer, ()):
+        handle.remove()
     names = {id(param): name for name, param in params.items()}
     staged: dict[str, State] = {}
 
@@ -58,6 +64,7 @@ def expose_state(
         optimizer.state.clear()
 
     def stage(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        before()
         staged.clear()
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         held = [names[id(param)] for group in optimizer.param_groups for param in group["params"]]
@@ -87,10 +94,12 @@ def expose_state(
         staged.clear()
         optimizer.state.clear()
 
-    optimizer.register_state_dict_pre_hook(fill)
-    optimizer.register_state_dict_post_hook(empty)
-    optimizer.register_load_state_dict_pre_hook(stage)
-    optimizer.register_load_state_dict_post_hook(commit)
+    _HOOKS[optimizer] = [
+        optimizer.register_state_dict_pre_hook(fill),
+        optimizer.register_state_dict_post_hook(empty),
+        optimizer.register_load_state_dict_pre_hook(stage),
+        optimizer.register_load_state_dict_post_hook(commit),
+    ]
 
 
 def _as_torch(array: StateArray, spec: ParamSpec) -> tuple[str, tuple[int, ...]]:

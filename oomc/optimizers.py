@@ -21,7 +21,9 @@ RULES: dict[type[torch.optim.Optimizer], Callable[[], UpdateRule]] = {torch.opti
 STATES: dict[type[torch.optim.Optimizer], tuple[StateWidth, ...]] = {torch.optim.AdamW: ("fp32", "bf16", "8bit")}
 """In what widths an optimizer can keep its state, where not in fp32 alone."""
 
-UNSUPPORTED_FLAGS = ("amsgrad", "maximize", "differentiable", "capturable")
+UNSUPPORTED_FLAGS = {"amsgrad": True, "maximize": True, "differentiable": True, "capturable": True,
+                     "decoupled_weight_decay": False}  # fmt: skip
+"""Options of parameter groups by the value that is not supported."""
 
 
 def rule_of(optimizer: torch.optim.Optimizer, state: StateWidth = "fp32") -> UpdateRule:
@@ -39,12 +41,7 @@ def rule_of(optimizer: torch.optim.Optimizer, state: StateWidth = "fp32") -> Upd
     if state not in states:
         name, known = type(optimizer).__name__, ", ".join(map(repr, states))
         raise UnsupportedError(f"state={state!r} is not supported for torch.optim.{name}; it has {known}")
-    for index, group in enumerate(optimizer.param_groups):
-        for flag in UNSUPPORTED_FLAGS:
-            if group.get(flag):
-                raise UnsupportedError(
-                    f"param_groups[{index}] of the optimizer sets {flag}=True, which is not supported"
-                )
+    check_groups(optimizer)
     if optimizer.state:
         raise UnsupportedError(
             "the optimizer has state already (it was stepped before); give compile a fresh one, made from the model"
@@ -52,6 +49,21 @@ def rule_of(optimizer: torch.optim.Optimizer, state: StateWidth = "fp32") -> Upd
     if make is SGD:
         return SGD(momentum=any(float(group["momentum"]) != 0.0 for group in optimizer.param_groups))
     return make() if state == "fp32" else LowBitAdamW(state)
+
+
+def check_groups(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    """How many parameters each group holds.
+
+    Raises:
+        UnsupportedError: a group has an option that is not supported.
+    """
+    for index, group in enumerate(optimizer.param_groups):
+        for flag, value in UNSUPPORTED_FLAGS.items():
+            if bool(group.get(flag, not value)) is value:
+                raise UnsupportedError(
+                    f"param_groups[{index}] of the optimizer sets {flag}={value}, which is not supported"
+                )
+    return tuple(len(group["params"]) for group in optimizer.param_groups)
 
 
 def groups_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, int]:

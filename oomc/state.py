@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -107,18 +107,36 @@ class State:
             source.check(self.model)
         total = sum(s.layout.weight_bytes + s.layout.state_bytes(self.arrays) for s in program.slabs)
         with Preparation(total, self.workers) as preparation:
-            for each in program.slabs:
+            # those that an earlier, failed attempt has taken stay where they are
+            for each in program.slabs[len(self.slabs) :]:
                 slab = self._make(each.layout, each.name in resident, preparation)
                 absent = [n for n in each.params if params[n].is_meta]
                 for name in each.params:
                     if name not in absent:
                         slab.load(name, params[name])
-                        params[name].data = slab.param(name)
                 for name, value in source.read(absent) if source is not None else ():
                     slab.load(name, value)
                     del value  # or the next one would come beside it
-                    materialize(params[name], slab.param(name))
+                # only now, when the slab has all of them: what fails before leaves the parameters alone
                 self.slabs.append(slab)
+                self._bind(slab, params)
+        if self.resident != frozenset(resident):
+            self.move(program, resident)
+
+    def bind(self) -> None:
+        """Let every parameter alias its slab, also where an interrupt has come between the two."""
+        params = dict(self.model.named_parameters())
+        for slab in self.slabs:
+            self._bind(slab, params)
+
+    @staticmethod
+    def _bind(slab: Slab, params: Mapping[str, torch.nn.Parameter]) -> None:
+        for place in slab.layout.places:
+            name = place.spec.name
+            if params[name].is_meta:
+                materialize(params[name], slab.param(name))
+            else:
+                params[name].data = slab.param(name)
 
     def move(self, program: Program, resident: Collection[str]) -> bool:
         """Move slabs between host and device until those of `resident` are there; whether any moved."""
@@ -131,8 +149,7 @@ class State:
                 continue
             new = self._make(old.layout, not old.on_device)
             new.copy_from(old)
-            for place in old.layout.places:
-                params[place.spec.name].data = new.param(place.spec.name)
+            self._bind(new, params)
             self.slabs[index] = new
             old.close()
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import warnings
 import weakref
@@ -20,10 +21,10 @@ from oomc.checkpoint import Checkpoints
 from oomc.checkpoint_write import Save
 from oomc.compiler import Compiler, Options, Scheduled
 from oomc.edits import Edits, check_buffers
-from oomc.errors import OomcError
+from oomc.errors import OomcError, UnsupportedError
 from oomc.limits import device_memory
 from oomc.optimizer_state import expose_state
-from oomc.optimizers import groups_of, rule_of
+from oomc.optimizers import check_groups, groups_of, rule_of
 from oomc.plan import Plan
 from oomc.program import Program
 from oomc.report import Report
@@ -31,6 +32,7 @@ from oomc.runtime.chaos import Adversary
 from oomc.runtime.cores import warn_if_single_threaded
 from oomc.runtime.gradients import BUFFERS_PER_WORKER, Clipping
 from oomc.runtime.meter import Meter, cuda_usage, host_bytes
+from oomc.runtime.pool import is_worker
 from oomc.runtime.step import StepRuntime
 from oomc.runtime.updates import StepCounts
 from oomc.state import State
@@ -51,12 +53,14 @@ class Step:
         self._options = options
         self._rule = rule_of(optimizer, options.state)
         self._groups = groups_of(optimizer, model)
+        self._group_sizes = check_groups(optimizer)
         private.replace_step(optimizer, _refuse_optimizer_step)
         self._compiler = Compiler(model, self._groups, options)
         self._state = State(
             model, options.device, options.budget.host, self._rule.arrays, options.where, options.keep
         )  # fmt: skip
-        self._checkpoints = Checkpoints(model, optimizer, self._rule, lambda: self._state.slabs)
+        state = self._state  # and not self: a step that is dropped is freed at once, not by the garbage collector
+        self._checkpoints = Checkpoints(model, optimizer, self._rule, lambda: state.slabs)
         self._runtime: StepRuntime | None = None
         self._ender: weakref.finalize[..., Any] | None = None
         self._attachment: Attachment | None = None
@@ -70,16 +74,23 @@ class Step:
         self._unchecked: list[StepCounts] = []
         self._steps = 0
         self._skipped = 0
-        self._broken = False
+        self._broken = self._closed = False
 
     # -- compiling ------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, **kwargs: Any) -> Scheduled:
         """Trace, plan and compile for a batch like this one, and take the memory; a call does this when it must."""
+        self._refuse_broken()
         batch = Batch.bind(self.model, args, kwargs)
         return self._prepare(batch, accumulate=False)
 
     def _prepare(self, batch: Batch, accumulate: bool) -> Scheduled:
+        if torch.is_autocast_enabled(self._options.device.type):
+            raise UnsupportedError(
+                "the step is called under torch.autocast, which it cannot honour: it computes in the dtypes of the "
+                "model. Leave autocast out; for bf16, convert the model (model.to(torch.bfloat16)), whose masters are "
+                "fp32 nevertheless"
+            )
         bare = self._compiler.trace(batch).bare
         state, taken = self._state, self._runtime is not None
         updates = state.size_updates(bare)
@@ -115,14 +126,30 @@ class Step:
                 check_buffers(self.model)
                 self._state.take(program, program.plan.resident)
                 self._start(program)
+            if self._edits is None:
                 self._bind()
             elif self._state.resident != frozenset(program.plan.resident):
-                self._runtime.drain()
-                self._runtime.retire_all()
-                self._state.move(program, program.plan.resident)
-                self._runtime.replace_slabs(self._state.slabs)
-                assert self._edits is not None
-                self._edits.remember(under_way=False)
+                self._move(program)
+
+    def _move(self, program: Program) -> None:
+        """Move slabs between host and device; should memory run out, those that have moved are where they are now."""
+        assert self._runtime is not None and self._edits is not None and program.plan is not None
+        self._runtime.drain()
+        self._runtime.retire_all()
+        self._state.check_host(program, program.plan.resident)
+        self._broken = True  # until it is through: an interrupt may come between a slab and its parameters
+        try:
+            self._state.move(program, program.plan.resident)
+        except Exception:
+            self._moved()
+            raise
+        self._moved()
+
+    def _moved(self) -> None:
+        assert self._runtime is not None and self._edits is not None
+        self._runtime.replace_slabs(self._state.slabs)
+        self._edits.remember(under_way=False)
+        self._broken = False
 
     def _start(self, program: Program) -> None:
         """Make lanes, workers and buffers over the slabs that there are."""
@@ -139,7 +166,7 @@ class Step:
             adversary=None if options.chaos is None else Adversary(options.chaos), synchronous=options.synchronous,
             forms=program.forms, compiled=program.compiled, residents=residents, seed=options.seed,
         )  # fmt: skip
-        self._ender = weakref.finalize(self, StepRuntime.close, self._runtime)
+        self._ender = weakref.finalize(self, _close, self._runtime)
         if self._meter is not None:
             self._meter.track(*self._runtime.residents)
 
@@ -154,16 +181,29 @@ class Step:
         """Let whoever reads or writes the model's weights, or the optimizer's state, find what is current."""
         me = weakref.ref(self)
 
-        def settle() -> None:
+        def settle(to_write: bool = False) -> None:
             step = me()
-            if step is not None and step._edits is not None and step._edits.under_way:
+            if step is None or step._closed:
+                return
+            if step._edits is not None and step._edits.under_way:
                 step.synchronize()
+            for slab in state.slabs if to_write else ():
+                slab.wait_updated()  # for a checkpoint that is being written, too
+
+        def settle_state() -> None:
+            step = me()
+            if step is None or step._closed:
+                raise OomcError(
+                    "the step that this optimizer belonged to is closed, and the optimizer's state went with it; take "
+                    "its state_dict(), or step.save(directory), before"
+                )
+            settle()
 
         state = self._state
-        self._edits = Edits(self.model)
-        self._attachment = Attachment(self.model, self._options.device, settle)
+        self._attachment = Attachment(self.model, self._options.device, settle, lambda: settle(to_write=True))
         params = dict(self.model.named_parameters())
-        expose_state(self.optimizer, self._rule, lambda: state.slabs, params, settle)
+        expose_state(self.optimizer, self._rule, lambda: state.slabs, params, settle_state)
+        self._edits = Edits(self.model)
 
     def _take_edits(self) -> None:
         """What the user has written to parameters becomes their masters."""
@@ -215,16 +255,26 @@ class Step:
         if self._runtime is None or not self._window:
             raise OomcError("update() without forward_backward(): there are no gradients to apply")
         self._take_edits()
-        window, self._window = tuple(self._window), []
-        self._runtime.begin_step(self._hypers())
-        self._runtime.apply_kept(Clipping(self._options.max_grad_norm, window))
-        counts = self._runtime.end_step()
-        self._last["update"] = counts
-        self._finish(counts, kept=True)
+        runtime, hypers, steps = self._runtime, self._hypers(), self._runtime.steps
+        self._broken = True  # until it is through, wherever an interrupt comes
+        try:
+            runtime.begin_step(hypers)
+            self._edits_under_way()
+            runtime.apply_kept(Clipping(self._options.max_grad_norm, tuple(self._window)))
+            counts = runtime.end_step()
+            self._last["update"] = counts
+            self._window = []
+            self._finish(counts)
+        except BaseException:
+            self._broken = runtime.abort(earlier=True, steps=steps)
+            raise
+        self._broken = False
+        self._raise_if_asked(counts, kept=True)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], accumulate: bool) -> torch.Tensor:
         self._refuse_broken()
         self._check_counts()
+        hypers = self._hypers()
         batch = Batch.bind(self.model, args, kwargs)
         begun = time.perf_counter()
         if not accumulate and self._window:
@@ -241,36 +291,50 @@ class Step:
         if self._meter is not None:
             self._meter.track(*inputs)
             self._meter.reset_peak()
+        tokens, steps = program.plan.sizes[0] * program.plan.sizes[1], runtime.steps
+        self._broken = True  # until it is through, wherever an interrupt comes
         with torch.no_grad(), meter:
             try:
-                runtime.begin(program.plan, self._hypers(), self._options.max_grad_norm, scheduled.carried)
+                runtime.begin(program.plan, hypers, self._options.max_grad_norm, scheduled.carried)
+                if not accumulate:
+                    self._edits_under_way()
                 loss = program.step(runtime, *inputs)
+                counts = runtime.end_step()
+                last = {"tokens": tokens, "step_s": time.perf_counter() - begun, "counts": counts,
+                        "device_peak": self._device_peak()}  # fmt: skip
+                loss.backward = _already_done
+                self._loss, self._last = loss, last
+                if accumulate:
+                    self._window.append(counts)
+                else:
+                    self._finish(counts)
             except BaseException:
-                self._broken = True  # also if abort is interrupted
-                self._broken = runtime.abort(earlier=bool(self._window))
+                self._broken = runtime.abort(earlier=bool(self._window), steps=steps)
                 raise
-            counts = runtime.end_step()
-        self._loss = loss
-        tokens = program.plan.sizes[0] * program.plan.sizes[1]
-        self._last = {"tokens": tokens, "step_s": time.perf_counter() - begun, "counts": counts,
-                      "device_peak": self._device_peak()}  # fmt: skip
-        loss.backward = _already_done
-        if accumulate:
-            self._window.append(counts)
-        else:
-            self._finish(counts, kept=program.plan.keep)
+        self._broken = False
+        if not accumulate:
+            self._raise_if_asked(counts, kept=program.plan.keep)
         return loss
 
-    def _hypers(self) -> list[Any]:
-        return [self._rule.hyper(group) for group in self.optimizer.param_groups]
-
-    def _finish(self, counts: StepCounts, kept: bool) -> None:
-        """Count a step whose updates are under way."""
-        self._steps += 1
+    def _edits_under_way(self) -> None:
         assert self._edits is not None
         self._edits.remember(under_way=True)
+
+    def _hypers(self) -> list[Any]:
+        if check_groups(self.optimizer) != self._group_sizes:
+            raise OomcError(
+                "the optimizer's parameter groups hold other parameters than when it was given to oomc.compile; the "
+                "step trains those of then. Make a new optimizer of all of them, and compile again"
+            )
+        return [self._rule.hyper(group) for group in self.optimizer.param_groups]
+
+    def _finish(self, counts: StepCounts) -> None:
+        """Count a step whose updates are under way."""
         private.mark_stepped(self.optimizer)
         self._unchecked.append(counts)
+        self._steps += 1
+
+    def _raise_if_asked(self, counts: StepCounts, kept: bool) -> None:
         if kept and self._options.on_nonfinite == "raise":
             counts.decided.wait()
             if "not finite" in counts.skipped:
@@ -299,11 +363,16 @@ class Step:
         self._unchecked = left
 
     def _refuse_broken(self) -> None:
+        self._refuse_closed()
         if self._broken:
             raise OomcError(
                 "an earlier step failed after it had updated some of the parameters and not others; go back to a "
                 "checkpoint with step.load(directory)"
             )
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise OomcError("the step is closed, and its optimizer's state is gone; compile the model again")
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients accumulated since the last update, as fp32 copies by parameter name.
@@ -331,9 +400,15 @@ class Step:
         Raises:
             OomcError: a parameter was written to while updates may have been under way.
         """
+        if self._closed:
+            return
         if self._runtime is not None:
-            self._runtime.synchronize()
-            self._runtime.retire_all()
+            try:
+                self._runtime.synchronize()
+                self._runtime.retire_all()
+            except RuntimeError:
+                self._broken = True  # an update has failed
+                raise
         if self._edits is not None:
             self._edits.settle()
 
@@ -392,15 +467,20 @@ class Step:
             CheckpointError: there is none, it is damaged, or of another model or optimizer; nothing has changed.
             OomcError: nothing is compiled yet.
         """
+        self._refuse_closed()
         if self._runtime is None or self._current is None:
             raise OomcError("load() before anything is compiled; give oomc.compile an example")
         with self._checkpoints.open(directory) as checkpoint:
             broken, self._broken = self._broken, True
+            if not broken:
+                try:
+                    self._runtime.drain()
+                    self._runtime.retire_all()
+                except RuntimeError:  # an update has failed, and nobody has asked for it yet
+                    broken = True
             if broken:
                 self._restart()
             assert self._runtime is not None and self._edits is not None
-            self._runtime.drain()
-            self._runtime.retire_all()
             self._runtime.drop_kept()
             self._window, self._unchecked = [], []
             loaded = checkpoint.restore()
@@ -417,6 +497,7 @@ class Step:
         self._runtime.close(with_slabs=False)
         for slab in self._state.slabs:
             slab.forget_pending()
+        self._state.bind()
         context: AbstractContextManager[Any] = self._meter or nullcontext()
         with context:
             self._start(self._current.program)
@@ -428,10 +509,14 @@ class Step:
 
     def close(self) -> None:
         """Finish updates, and give the device memory, the threads and the optimizer state back."""
-        if self._runtime is not None:
+        closed, self._closed = self._closed, True
+        if self._runtime is None or closed:
+            return
+        try:
             self._checkpoints.settle()
             if not self._broken:
                 self._runtime.synchronize()
+        finally:
             self._runtime.close()
             if self._attachment is not None:
                 self._attachment.remove()
@@ -535,6 +620,14 @@ class Step:
         else:
             self._compiler.capture(trace.batch, observe)
         return texts[stage]
+
+
+def _close(runtime: StepRuntime) -> None:
+    """Close it, whatever thread the garbage collector happens to run in."""
+    if is_worker():
+        threading.Thread(target=runtime.close, name="close-oomc").start()
+    else:
+        runtime.close()
 
 
 def _refuse_optimizer_step(*_: Any, **__: Any) -> None:

@@ -25,7 +25,7 @@ from oomc.runtime.chaos import Adversary
 from oomc.runtime.gradients import BUFFER_ELEMENTS, CHUNK_ELEMENTS, Clipping, GradientSink, GradientTicket, Mode
 from oomc.runtime.lanes import Lane, mark
 from oomc.runtime.optim import UpdateRule, compile_rule
-from oomc.runtime.pool import Pool
+from oomc.runtime.pool import Copying, Pool
 from oomc.runtime.slabs import HostSlab, Slab
 from oomc.runtime.updates import StepCounts, Where
 from oomc.runtime.weights import Fetch, WeightBuffers
@@ -244,6 +244,7 @@ class Runtime:
         self._leaving.clear()
         self._buffers.close()
         for slab in self.slabs.values() if with_slabs else ():
+            for countdown in slab.pending():
+                if isinstance(countdown, Copying):  # a checkpoint is still being written
+                    countdown.wait()
             slab.close()
-
-

@@ -121,8 +121,7 @@ class GradientSink:
         self.ring = Ring(count, buffer, pin=lane.device.type == "cuda")
         self._queue = UpdateQueue(where)
         self._host = HostUpdates(self.ring, pool, lane.device, adversary)
-        stages = 0 if where == "host" else STAGES
-        self._device = DeviceUpdates(rule.arrays, lane.device, self.chunk_bytes, stages, adversary)
+        self._device = DeviceUpdates(rule.arrays, lane.device, self.chunk_bytes, _stages(where), adversary)
         self._synchronous = synchronous
         self._threads: list[threading.Thread] = []
         if not synchronous:
@@ -146,11 +145,15 @@ class GradientSink:
         """Note that the step uses this slab's weights now: updates are made in the order of first uses."""
         self._order.setdefault(slab, len(self._order))
 
+    @property
+    def where(self) -> Where:
+        """Who updates slabs on the host."""
+        return self._queue.where
+
     def set_where(self, where: Where) -> None:
-        """Change who updates slabs on the host; nothing may be under way."""
-        if where != self._queue.where:
-            assert not (where != "host" and self._queue.where == "host"), "there is no staging memory on the device"
-            self._queue.where = where
+        """Change who updates slabs on the host, and take or give back device memory for it; nothing is under way."""
+        self._device.set_stages(_stages(where))
+        self._queue.where = where
 
     def offload(self, slab: Slab, grads: Sequence[tuple[str, torch.Tensor | None]], mode: Mode) -> GradientTicket:
         """Take gradients of a slab.
@@ -187,6 +190,7 @@ class GradientSink:
         """Update with all that was kept or summed, once its norm is known; nothing if there are no valid labels, or
         the norm is not finite. The counts of this step tell which."""
         counts, window = self.counts, clipping.window
+        counts.applying = True
         kept = {slab.name: (slab, slab.pending()) for slab in slabs}
         squares, self._squares = self._squares, {}
         jobs, summed = [], []
@@ -199,6 +203,8 @@ class GradientSink:
         jobs.sort(key=lambda job: job.order)
 
         def decide() -> None:
+            for job in jobs:
+                job.done.begun = True
             for _, pending in kept.values():
                 for countdown in pending:
                     countdown.wait()
@@ -273,6 +279,8 @@ class GradientSink:
         computed = mark(self._lane.device, blocking=True)
 
         def begin() -> None:
+            for job in jobs:
+                job.done.begun = True
             # the host waits, so that whoever takes a chunk finds its gradient there and does not wait with it
             if computed is not None:
                 computed.synchronize()
@@ -330,6 +338,7 @@ class GradientSink:
             )  # fmt: skip
 
         def copy(held: list[torch.Tensor]) -> None:
+            countdown.begun = True
             for other in earlier:
                 other.wait()
             for index, chunk in enumerate(chunks):
@@ -375,6 +384,7 @@ class GradientSink:
                 self.ring.give(buffer, self._adversary)
 
         def copy(held: list[torch.Tensor]) -> None:
+            countdown.begun = True
             for other in earlier:
                 other.wait()
             weight = counts.weight
@@ -417,6 +427,10 @@ class GradientSink:
             self._pool.submit(partial(square, index), countdown)
         countdown.wait()
         return math.fsum(values)
+
+
+def _stages(where: Where) -> int:
+    return 0 if where == "host" else STAGES
 
 
 def _valid(window: Sequence[StepCounts]) -> float | None:

@@ -41,9 +41,13 @@ class Countdown:
     """Done when `parts` parts are; `wait` raises the first error that a part reported.
 
     With `whole`, it is itself one part of that countdown.
+
+    Attributes:
+        begun: set by whoever is to bring its parts, once it has been told so; else nobody ever will (`abandon`).
     """
 
     def __init__(self, parts: int, whole: Countdown | None = None) -> None:
+        self.begun = False
         self._left = parts
         self._whole = whole
         self._lock = threading.Lock()
@@ -77,6 +81,11 @@ class Countdown:
         if self._whole is not None:
             self._whole.fail(error)
 
+    def abandon(self) -> None:
+        """End it if nobody has begun with it: who made it was interrupted before it could be handed over."""
+        if not self.begun:
+            self.finish()
+
     def succeeded(self) -> bool:
         """Whether all parts are done, without an error."""
         return self._done.is_set() and self._error is None
@@ -90,6 +99,9 @@ class Countdown:
 
 class Copying(Countdown):
     """Something only reads meanwhile: what writes must wait, but what reads need not."""
+
+    def abandon(self) -> None:
+        """Whoever copies ends it."""
 
 
 class _Tasks:
@@ -147,6 +159,11 @@ class Pool:
             self._ender()
             for thread in self._threads:
                 thread.join()
+
+
+def is_worker() -> bool:
+    """Whether this is a thread of oomc's own, which can wait for none of the others."""
+    return threading.current_thread().name.startswith("oomc-")
 
 
 def _work(tasks: _Tasks, adversary: Adversary | None) -> None:

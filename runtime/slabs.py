@@ -198,6 +198,11 @@ class Slab(ABC):
         """Forget what failed, after the whole state has been loaded anew."""
         self._pending.clear()
 
+    def abandon(self) -> None:
+        """Forget what was noted as under way and never begun; the lanes must have done all that they were given."""
+        for _, countdown in self._pending:
+            countdown.abandon()
+
     def wait_updated(self, to_read: bool = False) -> None:
         """Block until nothing is under way (`to_read`: nothing that writes); RuntimeError if an update failed."""
         for countdown in self.pending(to_read=to_read):

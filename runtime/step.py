@@ -70,8 +70,12 @@ class StepRuntime(Runtime):
         self.steps += 1
         for name, source in self._sources.items():
             if source._version != self._versions[name]:
-                self._versions[name] = source._version
+                version = source._version
                 self._residents[name] = source.detach().to(self.device)
+                self._versions[name] = version  # last: an interrupt must not leave the old values for the new
+        if self._sink is not None and self._sink.where != plan.where:
+            self.drain()
+            self._sink.set_where(plan.where)
         if [slot.nbytes for slot in self._buffers.slots] != list(plan.slots):
             self._buffers.close()
             self._buffers = WeightBuffers(plan.slots, self.device, self._h2d, self._adversary)
@@ -80,27 +84,33 @@ class StepRuntime(Runtime):
         """Use other slabs of the same names: they have moved. Nothing may be under way."""
         self.slabs = {slab.name: slab for slab in slabs}
 
-    def abort(self, earlier: bool) -> bool:
+    def abort(self, earlier: bool, steps: int) -> bool:
         """Give up the step under way: wait for the lanes, free the slots, forget what was kept.
 
         Args:
             earlier: whether gradients of micro-batches before this one are kept.
+            steps: what `steps` was before.
 
         Returns:
             Whether the state is neither that before the step nor that after it: parameters have been updated, or
             gradients been added to the sums of earlier micro-batches, or a lane has failed.
         """
         try:
-            self.drain()
+            self._h2d.drain()
+            self._d2h.drain()
+            for slab in self.slabs.values():
+                slab.abandon()
+            self.synchronize()
         except RuntimeError:
             return True
         self._leaving.clear()
         self._buffers.reset()
-        if self._counts.updates > 0 or (earlier and self._counts.offloads > 0):
+        counts = self._counts
+        if counts.updates > 0 or counts.applying or (earlier and counts.offloads > 0):
             return True
         if not earlier:
             self.drop_kept()
-        self.steps -= 1
+        self.steps = steps
         return False
 
     def resident(self, name: str) -> torch.Tensor:

@@ -96,6 +96,7 @@ class StepCounts:
         nonfinite: gradient elements that were applied and not finite.
         offloads: times that gradients have left for a slab.
         updates: updates of slabs begun.
+        applying: whether kept gradients were being taken for updates.
         stalls: seconds for which the thread that issues the compute was blocked, by what it waited for: "weights" that
             were not issued yet, or "gradients" that had not left.
         valid: number of valid labels, once it has arrived; None where the loss has no count.
@@ -114,6 +115,7 @@ class StepCounts:
         self.nonfinite = 0
         self.offloads = 0
         self.updates = 0
+        self.applying = False
         self.stalls = {"weights": 0.0, "gradients": 0.0}
         self.valid: float | None = None
         self.grad_norm: float | None = None
@@ -487,11 +489,20 @@ class DeviceUpdates:
         adversary: Adversary | None,
     ) -> None:  # fmt: skip
         self._device, self._adversary = device, adversary
-        self._free = [Staging(arrays, chunk_bytes, device) for _ in range(stages)]
+        self._arrays, self._chunk_bytes = arrays, chunk_bytes
+        self._free: list[Staging] = []
         self._flights: deque[_Flight] = deque()
+        self.set_stages(stages)
         self._nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
         cuda = device.type == "cuda"
         self._in, self._compute, self._out = (torch.cuda.Stream(device) if cuda else None for _ in range(3))
+
+    def set_stages(self, stages: int) -> None:
+        """Have so many sets of staging memory from now on; nothing may be under way."""
+        assert not self._flights, "chunks are on their way through the device"
+        if stages != len(self._free):
+            self._free.clear()
+            self._free += [Staging(self._arrays, self._chunk_bytes, self._device) for _ in range(stages)]
 
     def work(self, chunks: UpdateQueue) -> None:
         """Take chunks until the queue is closed."""
