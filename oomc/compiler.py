@@ -66,12 +66,22 @@ class Scheduled:
 
 @dataclass
 class Trace:
-    """One trace of the model: its bare step graph, and the plans made from it."""
+    """One trace of the model: its bare step graph, and the plans made from it.
+
+    Attributes:
+        training: whether the model was in training mode.
+    """
 
     bare: Program
     batch: Batch
     profiler: Profiler
+    training: bool = True
     plans: dict[tuple[Any, ...], Scheduled] = field(default_factory=dict)
+
+    @property
+    def drops(self) -> bool:
+        """Whether there is dropout in it."""
+        return any(spec.kind == "rng" for spec in self.bare.inputs)
 
 
 class Compiler:
@@ -94,7 +104,7 @@ class Compiler:
             if self.traces:
                 raise UnsupportedError(_difference(next(iter(self.traces)), key))
             bare = self.capture(batch)
-            self.traces[key] = Trace(bare, batch.shapes_only(), Profiler(bare))
+            self.traces[key] = Trace(bare, batch.shapes_only(), Profiler(bare), self.model.training)
         return self.traces[key]
 
     def capture(self, batch: Batch, observe: Observer | None = None) -> Program:

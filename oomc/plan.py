@@ -10,7 +10,8 @@ from typing import Literal
 from tabulate import tabulate
 
 from oomc.runtime.layout import StateArray
-from oomc.runtime.updates import STAGES, Staging, Where
+from oomc.runtime.update_workers import STAGES, Staging
+from oomc.runtime.updates import Where
 from oomc.worksets import Slab
 
 Residency = Literal["keep", "recompute"]

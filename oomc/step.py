@@ -74,7 +74,7 @@ class Step:
         self._unchecked: list[StepCounts] = []
         self._steps = 0
         self._skipped = 0
-        self._broken = self._closed = False
+        self._broken = self._closed = self._warned = False
 
     # -- compiling ------------------------------------------------------------------------------------------------
 
@@ -281,6 +281,7 @@ class Step:
             raise OomcError("a step while accumulated gradients wait; call update() first")
         self._take_edits()
         scheduled = self._prepare(batch, accumulate)
+        self._check_mode()
         runtime, program = self._runtime, scheduled.program
         assert runtime is not None and program.step is not None and program.plan is not None
         device = self._options.device
@@ -319,6 +320,19 @@ class Step:
     def _edits_under_way(self) -> None:
         assert self._edits is not None
         self._edits.remember(under_way=True)
+
+    def _check_mode(self) -> None:
+        """Warn once if the model is in another mode than when it was traced, where that can make a difference."""
+        (trace,) = self._compiler.traces.values()
+        if self.model.training == trace.training or self._warned or not (trace.drops or self.model.training):
+            return
+        self._warned = True
+        was, now = ("train()", "eval()") if trace.training else ("eval()", "train()")
+        warnings.warn(
+            f"the model was in {was} mode when the step was compiled, and is in {now} mode now: the step goes on "
+            f"{'with' if trace.training else 'without'} dropout. Call model.{now} before oomc.compile for the other",
+            stacklevel=4,
+        )
 
     def _hypers(self) -> list[Any]:
         if check_groups(self.optimizer) != self._group_sizes:
@@ -437,7 +451,8 @@ class Step:
             directory: where.
             extra: what else `load` shall give back (`scheduler.state_dict()`, a loader's position): tensors, numbers,
                 strings, and dicts, lists and tuples of these.
-            asynchronous: write while training goes on; a block's next update waits until the block is copied.
+            asynchronous: write while training goes on; a block's next update waits until the block is copied. Until
+                `wait()` returns, write to parameters only through `load_state_dict`, which waits.
 
         Returns:
             A handle with `wait()` and `done`.
@@ -520,8 +535,7 @@ class Step:
             self._runtime.close()
             if self._attachment is not None:
                 self._attachment.remove()
-            if self._options.device.type == "cuda":
-                torch.cuda.set_per_process_memory_fraction(1.0, self._options.device)
+            _free_device(self._options.device)
 
     # -- looking --------------------------------------------------------------------------------------------------
 
@@ -622,8 +636,15 @@ class Step:
         return texts[stage]
 
 
+def _free_device(device: torch.device) -> None:
+    """Lift the limit that a budget has put on the allocator."""
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
 def _close(runtime: StepRuntime) -> None:
     """Close it, whatever thread the garbage collector happens to run in."""
+    _free_device(runtime.device)
     if is_worker():
         threading.Thread(target=runtime.close, name="close-oomc").start()
     else:

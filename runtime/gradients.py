@@ -26,12 +26,9 @@ from oomc.runtime.lanes import Lane, Ticket, mark
 from oomc.runtime.optim import UpdateRule
 from oomc.runtime.pool import Countdown, Pool
 from oomc.runtime.slabs import Slab
+from oomc.runtime.update_workers import STAGES, DeviceUpdates, HostUpdates, Ring
 from oomc.runtime.updates import (
-    STAGES,
-    DeviceUpdates,
-    HostUpdates,
     Job,
-    Ring,
     Run,
     StepCounts,
     UpdateQueue,

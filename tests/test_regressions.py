@@ -9,6 +9,7 @@ import pickle
 import signal
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from oomc.runtime.pool import Countdown
 from oomc.state import State
 from oomc.step import Step
 from tests.helpers import ADAMW, compiled, masters, state, tokens, worst
+from tests.programs import TopK
 from tests.reference import Reference
 
 VOCAB = 64
@@ -453,3 +455,17 @@ def test_a_place_that_cannot_be_written_is_a_checkpoint_error(tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     with pytest.raises(oomc.CheckpointError, match="could not be written"):
         make().save(tmp_path / "file" / "saved")
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_another_mode_than_when_it_was_compiled_is_said(training: bool) -> None:
+    torch.manual_seed(0)
+    model = TopK(dropout=0.3).train(training)
+    batch = tokens(2, 6, vocab=8)
+    step = compiled(model, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(**batch)
+    model.train(not training)
+    with pytest.warns(UserWarning, match=f"goes on {'with' if training else 'without'} dropout"):
+        step(**batch)

@@ -104,3 +104,23 @@ def test_some_slabs_on_the_device(clip: float | None) -> None:
         step.close()
         assert_equal(train(6, **options), expected)
     assert len(sizes) > 2, sizes
+
+
+def test_who_updates_changes_with_the_batch() -> None:
+    """A larger batch leaves no room to pass state through the device; a smaller one does again."""
+    model = TopK(tied=True)
+    sizes = [(2, 6), (16, 48), (2, 6)]
+    batches = [tokens(*size, vocab=VOCAB, seed=i) for i, size in enumerate(sizes)]
+    probe = compiled(TopK(tied=True), batches[1], like=("TopK32", True), device=1, prepare=False)
+    with pytest.raises(oomc.BudgetError) as caught:
+        probe.prepare(**batches[1])
+    assert caught.value.smallest_device is not None
+    budget = int(1.05 * caught.value.smallest_device)
+    step = compiled(model, batches[0], like=("TopK32", True), device=budget)
+    found = []
+    for batch in batches:
+        step(**batch)
+        found.append((step.plan.where, len(step.plan.resident)))
+        assert step.metrics["device_peak"] <= step.metrics["device_projected"] <= budget
+    assert found[0][0] == "both" and found[1][0] == "host", found
+    step.close()
