@@ -71,7 +71,7 @@ class State:
         return {
             "working weights": sum(s.layout.weight_bytes for s in host),
             "optimizer state and exact masters": sum(s.layout.state_bytes(self.arrays) for s in host),
-            "gradients kept": kept,
+            f"gradients kept{', summed in fp32' if self.accumulates else ''}": kept,
             "gradients in flight": BUFFERS_PER_WORKER * max(2, self.workers) * chunk_bytes_of(self.buffer_elements),
         }
 

@@ -13,6 +13,11 @@ GOLDEN = Path(__file__).parent / "golden"
 Golden = Callable[[str, str], None]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # one process a core: threads of torch's own would only wait for each other
+        torch.set_num_threads(1)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write tests/golden/*.txt anew")
 
