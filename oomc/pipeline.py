@@ -106,8 +106,12 @@ def plan_step(
         program = with_plan(bare, choose, verify=verify)
         return program, project(program, profiler)
 
+    most = _most(bare, candidates[0], accumulate, resident)
+    made = scheduled(most)
+    if allowed is None or made[1].peak <= allowed:
+        return made
     least: tuple[Program, Projection] | None = None
-    for candidate in candidates:
+    for candidate in _different(candidates, sizes):
         made = scheduled(candidate)
         if allowed is None or made[1].peak <= allowed:
             for better in _larger(bare, candidate, made[1], allowed, updates, accumulate, resident):
@@ -120,6 +124,21 @@ def plan_step(
     assert least is not None and allowed is not None
     smallest = in_all(least[1].peak)
     raise BudgetError(explain_shortage(*least, in_all(allowed), sizes, smallest), smallest_device=smallest)
+
+
+def _different(candidates: Sequence[Candidate], sizes: tuple[int, int]) -> list[Candidate]:
+    """Candidates without those that come to the same chunks as one before them."""
+    found: dict[object, Candidate] = {}
+    for candidate in candidates:
+        key = replace(candidate, tokens=0), ChooseResidency(sizes, candidate=candidate).chunk()
+        found.setdefault(key, candidate)
+    return list(found.values())
+
+
+def _most(bare: Program, candidate: Candidate, accumulate: bool, resident: Collection[str]) -> Candidate:
+    """The candidate that takes all the memory that it can make use of."""
+    hold = candidate.hold if accumulate else len(bare.blocks)
+    return replace(candidate, hold=hold, resident=tuple(s.name for s in bare.slabs if s.name in resident))
 
 
 def _larger(

@@ -82,7 +82,7 @@ class ChooseResidency:
         program.plan = Plan(
             sizes=self.sizes,
             residency=self._residency(program),
-            chunks={w.name: self._chunk() for b in program.blocks for w in b.worksets if program.forms[w.form].chunk},
+            chunks={w.name: self.chunk() for b in program.blocks for w in b.worksets if program.forms[w.form].chunk},
             prefetch=self.candidate.prefetch,
             hold=self.candidate.hold,
             accumulate=self.accumulate,
@@ -96,7 +96,8 @@ class ChooseResidency:
 
         return PassResult(program, program.plan != before)
 
-    def _chunk(self) -> tuple[int, int]:
+    def chunk(self) -> tuple[int, int]:
+        """The (batch, sequence) rectangle of a chunk."""
         batch, sequence = self.sizes
         columns = min(sequence, self.candidate.tokens)
         return max(1, min(batch, self.candidate.tokens // columns)), columns
