@@ -19,7 +19,6 @@ import torch
 from oomc.runtime.chaos import Adversary, attempt
 
 Mark = torch.cuda.Event | None
-_Item = tuple[Callable[[], None], "Ticket", Mark, Callable[[BaseException], None] | None]
 
 
 class LaneError(RuntimeError):
@@ -110,7 +109,7 @@ class Lane:
             on_error: called with the error if the task fails or is not run because one before it failed.
         """
         ticket = Ticket(self.name)
-        item = (task, ticket, after, on_error)
+        item = _Item(task, ticket, after, on_error)
         if self._thread is None:
             _execute(item, self._state, self.device)
         else:
@@ -134,6 +133,22 @@ def _nothing() -> None:
     """The task that `drain` waits for."""
 
 
+class _Item:
+    """A task on its way through a lane."""
+
+    def __init__(
+        self, task: Callable[[], None], ticket: Ticket, after: Mark, on_error: Callable[[BaseException], None] | None
+    ) -> None:
+        self.task: Callable[[], None] | None = task
+        self.ticket, self.after, self.on_error = ticket, after, on_error
+
+    def run(self) -> BaseException | None:
+        """Run the task and let go of it: whoever waits for the ticket counts on the memory that it held."""
+        task, self.task = self.task, None
+        assert task is not None
+        return attempt(task)
+
+
 class _State:
     """What a lane's thread keeps between tasks: its stream, and the error that broke it."""
 
@@ -154,18 +169,18 @@ def _work(items: queue.SimpleQueue[_Item | None], state: _State, device: torch.d
         else:
             with torch.cuda.device(device), torch.cuda.stream(state.stream):
                 _execute(item, state, device)
-        del item  # a thread's last locals would keep the task's tensors alive until the next one comes
+        del item  # a thread's last locals would keep the ticket alive until the next one comes
 
 
 def _execute(item: _Item, state: _State, device: torch.device) -> None:
-    task, ticket, after, on_error = item
     if state.error is None:
-        if after is not None:
-            after.wait()
-        state.error = attempt(task)
+        if item.after is not None:
+            item.after.wait()
+        state.error = item.run()
+    item.task = None
     if state.error is None:
-        ticket._finish(mark(device, blocking=True))
+        item.ticket._finish(mark(device, blocking=True))
     else:
-        if on_error is not None:
-            on_error(state.error)
-        ticket._finish(None, state.error)
+        if item.on_error is not None:
+            item.on_error(state.error)
+        item.ticket._finish(None, state.error)

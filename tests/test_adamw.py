@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from oomc.runtime import bench
 from oomc.runtime.adamw import AdamW
@@ -35,10 +37,20 @@ def ulps(a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor) -> torch.Tenso
     return (a.double() - b.double()).abs() / unit
 
 
+class NearestRoots(TorchFunctionMode):
+    """Square roots that are the nearest numbers; torch's own are 1 ulp off for one in five on some processors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.sqrt and args[0].dtype == torch.float32:
+            return torch.from_numpy(np.sqrt(args[0].numpy()))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["nearest roots", "its own roots"])
 @pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.95)])
-def test_within_two_ulp_of_torch(narrow: bool, decay: float, betas: tuple[float, float]) -> None:
+def test_within_two_ulp_of_torch(narrow: bool, decay: float, betas: tuple[float, float], exact: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     n = 10_007
     scale = torch.exp2(torch.randint(-20, 4, (n,), generator=generator).float())
@@ -56,7 +68,8 @@ def test_within_two_ulp_of_torch(narrow: bool, decay: float, betas: tuple[float,
         optimizer.state[parameter] = {
             "step": torch.tensor(step - 1.0), "exp_avg": m.clone(), "exp_avg_sq": v.clone()
         }  # fmt: skip
-        optimizer.step()
+        with NearestRoots() if exact else nullcontext():
+            optimizer.step()
         old, old_m, old_v = master, m.clone(), v.clone()
         constants = RULE.constants(RULE.hyper(group), step, 0)
         bits = gradient.view(torch.int16 if narrow else torch.int32).numpy()
@@ -69,11 +82,13 @@ def test_within_two_ulp_of_torch(narrow: bool, decay: float, betas: tuple[float,
             assert RULE.update(master.numpy(), None, (m.numpy(), v.numpy()), bits, 1.0, constants, 0) == 0
         expected, state = parameter.detach(), optimizer.state[parameter]
         error = ulps(master, expected, old, expected, expected - old)
-        # torch's vectorised square root is not always the nearest number, ours is: 1 ulp there can become 3 in the end
-        exact_root = torch.from_numpy(np.sqrt(v.numpy())) == state["exp_avg_sq"].sqrt()
-        assert exact_root.float().mean() > 0.97
-        assert error[exact_root].max() <= 2
-        assert error.max() <= 3
+        if exact:
+            assert error.max() <= 2
+        else:
+            # torch's root may be 1 ulp off, up to 2 ulp of the update: 2**-23 of a number is 1 to 2 of its ulp
+            root = torch.from_numpy(np.sqrt(v.numpy()))
+            assert ulps(root, state["exp_avg_sq"].sqrt(), root).max() <= 1
+            assert error.max() <= 4
         assert ulps(m, state["exp_avg"], old_m, m, gradient.float() * (1 - betas[0])).max() <= 2
         assert ulps(v, state["exp_avg_sq"], old_v, v).max() <= 2
 
