@@ -1,15 +1,18 @@
-"""Which values keep tokens apart: the rules by which a run of nodes may be computed in chunks of tokens.
+"""Which dimensions of a value carry tokens, and which operations keep tokens apart.
 
-A dimension carries the batch (B), the sequence (S) or both flattened, as its symbolic size says. A node is
-independent if every slice of its output along those dimensions depends on the same slice of its inputs only. An op
-without a rule here is a fence: correct, but never chunked.
+A dimension is a product of atoms: the batch "B", the sequence "S", plain ints, the rows of an expert order (Slots), or a
+size that mentions B and S in another way (Mixed). `[B * S, 4 * 16]` has the layout `(("B", "S"), (64,))`. Every operation
+has a rule (dim_rules.py) that says how the layouts of its inputs become those of its outputs, and which of B and S it
+mixes. What mixes none may be computed tile by tile: each tile of its outputs depends on the same tile of its inputs
+only. An operation without a rule mixes both: it is correct, and never computed in tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -17,16 +20,83 @@ from torch import fx
 
 from oomc import meta, private
 
-Axes = tuple[int | None, int | None]
+Token = Literal["B", "S"]
 
-VIEWS = frozenset({"view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "expand", "flatten", "unflatten",
-                   "t", "contiguous", "detach", "alias", "_unsafe_view", "clone"})  # fmt: skip
-ROWWISE_LAST = frozenset({"layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm", "glu"})
-OVER_DIM = frozenset({"softmax", "log_softmax", "_softmax", "_log_softmax"})
-REDUCE_DIM = frozenset({"sum", "mean", "amax", "amin", "var", "std", "logsumexp", "linalg_vector_norm", "norm"})
-CONTRACT = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "embedding"})
-TOKEN_LOSSES = frozenset({"cross_entropy_loss", "nll_loss_nd"})
-SUM_REDUCTION = 2
+
+@dataclass(frozen=True)
+class Slots:
+    """The rows of one expert order: which rows there are depends on all the tokens that were sorted together."""
+
+    route: str
+    size: Any
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A size that mentions B or S and is no product of them."""
+
+    size: Any
+    tokens: frozenset[Token]
+
+
+Atom = int | str | Slots | Mixed
+Dim = tuple[Atom, ...]
+Layout = tuple[Dim, ...]
+NONE: frozenset[Token] = frozenset()
+
+
+class NoRule(Exception):  # noqa: N818 - an answer, not a fault
+    """No rule says what an operation does to tokens."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What is known of a node.
+
+    Attributes:
+        layouts: of its tensors: one, or one for each entry of its tuple (None: no tensor).
+        mixes: the tokens that it mixes.
+        sums: its tensor is a sum over all tokens of what each token has of its own.
+        known: whether there was a rule for it.
+    """
+
+    layouts: tuple[Layout | None, ...]
+    mixes: frozenset[Token] = NONE
+    sums: bool = False
+    known: bool = True
+
+    @property
+    def layout(self) -> Layout:
+        """Of the only tensor."""
+        if len(self.layouts) != 1 or self.layouts[0] is None:
+            raise NoRule
+        return self.layouts[0]
+
+
+def tokens_of(layout: Layout | None) -> frozenset[Token]:
+    """The tokens that a layout carries in any way."""
+    found: set[Token] = set()
+    for atom in (a for dim in layout or () for a in dim):
+        if isinstance(atom, str):
+            found.add(atom)  # type: ignore[arg-type]
+        elif isinstance(atom, Mixed):
+            found |= atom.tokens
+        elif isinstance(atom, Slots):
+            found |= {"B", "S"}
+    return frozenset(found)
+
+
+def slots_of(layout: Layout | None) -> frozenset[Slots]:
+    """The expert orders that a layout's rows are in."""
+    return frozenset(a for dim in layout or () for a in dim if isinstance(a, Slots))
+
+
+def can_be_cut(layout: Layout | None, along: Iterable[Token]) -> bool:
+    """Whether a tile of a value can be taken as a slice: each token has one atom of its own at most."""
+    atoms = [a for dim in layout or () for a in dim]
+    return not any(isinstance(a, Slots) for a in atoms) and all(
+        atoms.count(t) <= 1 and not any(isinstance(a, Mixed) and t in a.tokens for a in atoms) for t in along
+    )
 
 
 @dataclass(frozen=True)
@@ -42,47 +112,47 @@ class TokenSymbols:
     sequence: Any
     sizes: tuple[Any, ...] = ()
 
-    def of(self, size: Any) -> tuple[str, ...]:
-        """Which of `B`, `S` a dimension of this size carries."""
-        expr = private.expression(size)
-        if self.batch is not None and expr == self.batch:
-            return ("B",)
-        if self.sequence is not None and expr == self.sequence:
-            return ("S",)
-        if self.batch is not None and self.sequence is not None and expr == self.batch * self.sequence:
-            return ("B", "S")
-        return ()
+    @property
+    def tokens(self) -> frozenset[Token]:
+        """Which of them there are."""
+        pairs: tuple[tuple[Token, Any], ...] = (("B", self.batch), ("S", self.sequence))
+        return frozenset(name for name, symbol in pairs if symbol is not None)
 
     def formula(self, expr: Any) -> str:
         """The expression as text in `B` and `S`."""
         names = {symbol: sympy.Symbol(name) for symbol, name in ((self.batch, "B"), (self.sequence, "S")) if symbol}
         return str(expr if isinstance(expr, int) else expr.subs(names))
 
-    def atoms(self, val: Any) -> list[tuple[str, ...]]:
-        """What each dimension of a tensor carries."""
-        return [self.of(size) for size in val.shape] if isinstance(val, torch.Tensor) else []
+    def size(self, atom: Atom) -> Any:
+        """The expression of an atom."""
+        if isinstance(atom, str):
+            return self.batch if atom == "B" else self.sequence
+        return atom if isinstance(atom, int) else atom.size
 
-    def axes(self, val: Any) -> Axes:
-        """The dimensions along the batch and along the sequence, where each has a dimension of its own."""
-        atoms = self.atoms(val)
-        batch = atoms.index(("B",)) if ("B",) in atoms else None
-        sequence = atoms.index(("S",)) if ("S",) in atoms else None
-        return batch, sequence
+    def dim(self, size: Any) -> Dim:
+        """The atoms of a dimension of this size, the batch before the sequence before the rest."""
+        expr = private.expression(size)
+        if isinstance(expr, int):
+            return () if expr == 1 else (expr,)
+        symbols: list[tuple[Token, Any]] = [("B", self.batch), ("S", self.sequence)]
+        present: list[Token] = [t for t, s in symbols if s is not None and s in expr.free_symbols]
+        rest = expr
+        for token in present:
+            rest = rest / self.size(token)
+        if rest.is_Integer and rest > 0:
+            return (*present, int(rest)) if rest != 1 else tuple(present)
+        tokens = frozenset(present) if not expr.free_symbols - {self.batch, self.sequence} else self.tokens
+        return (Mixed(expr, tokens),)
 
-    def order(self, val: Any) -> list[str]:
-        """The symbols that the dimensions carry, in order."""
-        return [a for dim in self.atoms(val) for a in dim]
+    def layout(self, val: Any) -> Layout | None:
+        """The layout that a value's sizes say; None for what is no tensor."""
+        return tuple(self.dim(size) for size in val.shape) if isinstance(val, torch.Tensor) else None
 
-    def mixed(self, val: Any) -> bool:
-        """Whether some size mentions the symbols in a way that chunks cannot follow (B*S flat is fine inside)."""
-        if not isinstance(val, torch.Tensor):
-            return False
-        symbols = {self.batch, self.sequence} - {None}
-        for size in val.shape:
-            expr = private.expression(size)
-            if not self.of(size) and not isinstance(expr, int) and expr.free_symbols & symbols:
-                return True
-        return False
+    def axes(self, val: Any) -> tuple[int | None, int | None]:
+        """The dimensions of size B and of size S, where there are such."""
+        layout = self.layout(val) or ()
+        found = [layout.index((t,)) if (t,) in layout else None for t in ("B", "S")]
+        return found[0], found[1]
 
 
 def token_symbols(placeholders: Iterable[fx.Node]) -> TokenSymbols:
@@ -98,77 +168,116 @@ def token_symbols(placeholders: Iterable[fx.Node]) -> TokenSymbols:
     return TokenSymbols(exprs[0], exprs[1], tuple(size for _, (_, size) in sorted(found.items())))
 
 
-def is_independent(node: fx.Node, symbols: TokenSymbols) -> bool:
-    """Whether the node keeps tokens apart (see the module's docstring)."""
-    op = node.target
-    if node.op != "call_function" or not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable:
-        return False
-    out = meta.value(node)
-    if not isinstance(out, torch.Tensor) or any(symbols.mixed(meta.value(n)) for n in [node, *node.all_input_nodes]):
-        return False
-    if any(meta.is_size(n) for n in node.all_input_nodes) and op._opname not in VIEWS:
-        return False  # a size used as data would take the chunk's value
-    name = op._opname
-    source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-    atoms = symbols.atoms(meta.value(source)) if source is not None else []
-    if torch.Tag.pointwise in op.tags or name in ("to", "_to_copy"):
-        return _aligned(node, symbols)
-    if name in VIEWS:
-        return symbols.order(out) == [a for dim in atoms for a in dim]
-    if name in ROWWISE_LAST:
-        return not atoms[-1]
-    if name in OVER_DIM:
-        dim = node.args[1]
-        return isinstance(dim, int) and not atoms[dim]
-    if name in REDUCE_DIM:
-        dims = node.args[1] if len(node.args) > 1 else None
-        dims = [dims] if isinstance(dims, int) else dims
-        return isinstance(dims, list | tuple) and bool(dims) and not any(atoms[d] for d in dims if isinstance(d, int))
-    if name in CONTRACT:
-        return _contracts_features(node, symbols)
-    if name == "slice":
-        return not atoms[node.args[1] if len(node.args) > 1 and isinstance(node.args[1], int) else 0]
-    return False
+def regroup(layout: Layout, shape: Sequence[Any], symbols: TokenSymbols) -> Layout:
+    """The layout of the same elements in the same order under another shape.
+
+    Raises:
+        NoRule: a dimension of the shape cuts an atom that cannot be cut.
+    """
+    rest = [a for dim in layout for a in dim]
+    result: list[Dim] = []
+    for size in shape:
+        want, dim = sympy.sympify(private.expression(size)), []
+        while want != 1:
+            if not rest:
+                raise NoRule
+            atom = rest.pop(0)
+            if isinstance(atom, int):
+                whole = int(want.as_coeff_Mul()[0])
+                part = atom if whole % atom == 0 else whole if whole > 1 and atom % whole == 0 else 0
+                if part == 0:
+                    raise NoRule
+                if part < atom:
+                    rest.insert(0, atom // part)
+                atom = part
+            want = want / symbols.size(atom)
+            if sympy.denom(want) != 1:
+                raise NoRule
+            if isinstance(atom, int) and dim and isinstance(dim[-1], int):
+                atom *= dim.pop()
+            dim.append(atom)
+        result.append(tuple(dim))
+    if rest:
+        raise NoRule
+    return tuple(result)
 
 
-def is_token_sum(node: fx.Node, symbols: TokenSymbols) -> bool:
-    """Whether the node sums over all tokens something that each token has of its own."""
-    op = node.target
-    if node.op != "call_function" or not isinstance(op, torch._ops.OpOverload) or not node.args:
-        return False
-    source = node.args[0]
-    if not isinstance(source, fx.Node) or not any(symbols.atoms(meta.value(source))):
-        return False
-    if op._opname in TOKEN_LOSSES:
-        reduction = node.args[3] if len(node.args) > 3 else node.kwargs.get("reduction", 1)
-        weight = node.args[2] if len(node.args) > 2 else node.kwargs.get("weight")
-        return bool(reduction == SUM_REDUCTION and weight is None)
-    val = meta.tensor(source)
-    return str(op) == "aten.sum.default" and val is not None and val.is_floating_point()
+Rule = Callable[[fx.Node, "Analysis"], Flow]
 
 
-def _aligned(node: fx.Node, symbols: TokenSymbols) -> bool:
-    """Whether broadcasting lines the token dimensions of all inputs up."""
-    out = symbols.atoms(meta.value(node))
-    for source in node.all_input_nodes:
-        val = meta.value(source)
-        if not isinstance(val, torch.Tensor):
-            continue
-        own = symbols.atoms(val)
-        if any(a and a != o for a, o in zip(reversed(own), reversed(out), strict=False)):
-            return False
-    return True
+class Analysis:
+    """The flows of a graph's nodes, in the order of the graph.
+
+    Args:
+        graph: of ATen and oomc operations, with fake tensors of symbolic sizes.
+        symbols: of batch and sequence.
+        rules: by operator name, `oomc.` before ours.
+        given: layouts of placeholders; by their sizes if not given.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, symbols: TokenSymbols, rules: Mapping[str, Rule], given: Mapping[fx.Node, Layout] | None = None
+    ) -> None:  # fmt: skip
+        self.symbols = symbols
+        self.flows: dict[fx.Node, Flow] = {}
+        for node in graph.nodes:
+            if meta.is_size(node) or node.op == "output":
+                continue
+            if node.op != "call_function":
+                known = (given or {}).get(node)
+                self.flows[node] = Flow((known if known is not None else symbols.layout(meta.value(node)),))
+            else:
+                self.flows[node] = self._flow(node, rules)
+
+    def layout(self, node: Any) -> Layout:
+        """The layout of a node's only tensor."""
+        if not isinstance(node, fx.Node) or node not in self.flows:
+            raise NoRule
+        return self.flows[node].layout
+
+    def by_size(self, node: fx.Node) -> tuple[Layout | None, ...]:
+        """The layouts that a node's values say."""
+        val = meta.value(node)
+        return tuple(self.symbols.layout(v) for v in (val if isinstance(val, tuple | list) else [val]))
+
+    def _flow(self, node: fx.Node, rules: Mapping[str, Rule]) -> Flow:
+        inputs = [n for n in node.all_input_nodes if n in self.flows]
+        sizes = any(meta.is_size(n) for n in node.all_input_nodes)
+        outputs = self.by_size(node)
+        carried = [layout for n in inputs for layout in self.flows[n].layouts]
+        if not sizes and not any(tokens_of(x) for x in (*carried, *outputs)) and not _writes(node):
+            return Flow(outputs)
+        try:
+            if _writes(node):
+                raise NoRule
+            flow = rules[name_of(node)](node, self)
+        except (NoRule, KeyError):
+            return Flow(outputs, self.symbols.tokens, known=False)
+        if name_of(node) == "getitem":
+            return flow
+        unclear = {
+            t
+            for layout in (*carried, *flow.layouts)
+            for dim in layout or ()
+            for a in dim
+            if isinstance(a, Mixed)
+            for t in a.tokens
+        }
+        return Flow(flow.layouts, flow.mixes | unclear, flow.sums)
 
 
-def _contracts_features(node: fx.Node, symbols: TokenSymbols) -> bool:
-    """Whether a product sums over features only and its right side is no function of the tokens."""
-    name = node.target._opname  # type: ignore[union-attr]
-    operands = [symbols.atoms(meta.value(a)) for a in node.args if isinstance(a, fx.Node)]
-    if name == "embedding":
-        return not any(operands[0])
-    if name == "addmm":
-        return not any(operands[0]) and not operands[1][-1] and not any(operands[2])
-    if name == "bmm":
-        return False
-    left, *others = operands
-    return not left[-1] and not any(any(o) for o in others)
+def name_of(node: fx.Node) -> str:
+    """`add` for `aten.add.Tensor`, `oomc.route` for ours, `getitem` for operator.getitem, '' for what is none."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._opname if target.namespace == "aten" else f"{target.namespace}.{target._opname}"
+    return "getitem" if target is operator.getitem else ""
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether torch says that the operation is one for each element."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

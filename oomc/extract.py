@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from oomc import meta, private
-from oomc.dims import TokenSymbols
+from oomc.dims import Analysis
 from oomc.worksets import Form, FormInput, Workset, dtype_name
 
 
@@ -25,8 +25,9 @@ def external_inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return list(found)
 
 
-def extract(workset: Workset, parameters: set[fx.Node], symbols: TokenSymbols) -> Form:
+def extract(workset: Workset, parameters: set[fx.Node], analysis: Analysis) -> Form:
     """Make the workset's form, and fill in what the workset passes to it."""
+    symbols = analysis.symbols
     sizes: dict[Any, fx.Node] = {}
     mapping: dict[fx.Node, Any] = {}
     inputs: list[FormInput] = []
@@ -54,16 +55,17 @@ def extract(workset: Workset, parameters: set[fx.Node], symbols: TokenSymbols) -
         role = "parameter" if source in parameters else "value"
         mapping[source] = graph.placeholder(f"{'w' if role == 'parameter' else 'x'}_{len(inputs)}")
         meta.set_value(mapping[source], val)
-        axes = symbols.axes(val) if workset.chunk and role == "value" else (None, None)
-        inputs.append(FormInput(role, axes=axes))  # type: ignore[arg-type]
+        layout = analysis.layout(source) if workset.chunk and role == "value" else ()
+        inputs.append(FormInput(role, layout=layout))  # type: ignore[arg-type]
         workset.inputs.append(source)
     for node in nodes:
         mapping[node] = graph.node_copy(node, lambda n: mapping[n])
     graph.output(tuple(mapping[n] for n in workset.outputs))
     module = fx.GraphModule(torch.nn.Module(), graph)
-    output_axes = tuple(symbols.axes(meta.value(n)) if workset.chunk else (None, None) for n in workset.outputs)
-    reduced = tuple(workset.chunk and not any(symbols.atoms(meta.value(n))) for n in workset.outputs)
-    form = Form("", module, tuple(inputs), chunk=workset.chunk, reduced=reduced, output_axes=output_axes)
+    form = Form("", module, tuple(inputs), chunk=workset.chunk)
+    if workset.chunk:
+        form.output_layouts = tuple(analysis.layout(n) for n in workset.outputs)
+        form.reduced = tuple(analysis.flows[n].sums for n in workset.outputs)
     form.key = workset.form = structure_key(form)
     return form
 
@@ -77,7 +79,7 @@ def structure_key(form: Form) -> str:
 def structure_text(form: Form) -> str:
     """The graph as text, with nodes numbered in order and everything that computation depends on."""
     numbers: dict[fx.Node, str] = {}
-    lines = [f"chunk={form.chunk}"]
+    lines = [f"chunk={form.chunk} {form.output_layouts} {form.reduced}"]
     inputs = iter(form.inputs)
     for node in form.traced.graph.nodes:
         numbers[node] = f"%{len(numbers)}"

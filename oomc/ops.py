@@ -56,9 +56,12 @@ def _overloads(*names: str) -> set[OpOverload]:
 
 
 NEVER_RECOMPUTE: frozenset[OpOverload] = frozenset(
-    {route, *_overloads("topk", "sort", "argsort", "kthvalue", "argmax", "argmin", "median", "mode", "msort")}
+    _overloads("topk", "sort", "argsort", "kthvalue", "argmax", "argmin", "median", "mode", "msort")
 )
-"""Operators whose result may jump on the slightest change of their input: the backward must see the same one."""
+"""Operators whose result may jump on the slightest change of their input: the backward must see the same one.
+
+`route` is a stable sort of integers: computed again from the same choice of experts, which is saved, it is the same.
+"""
 
 
 def is_oomc(op: Any) -> bool:

@@ -90,7 +90,7 @@ def with_plan(bare: Program, choose: ChooseResidency, observe: Observer | None =
 def plan_step(
     bare: Program, profiler: Profiler, sizes: tuple[int, int], allowed: int | None, budget: Budget,
     *, accumulate: bool = False, updates: Updates = DEFAULT, resident: Collection[str] = (),
-    candidates: Sequence[Candidate] = CANDIDATES, verify: bool = False, in_all: Callable[[int], int] = int,
+    candidates: Sequence[Sequence[Candidate]] = CANDIDATES, verify: bool = False, in_all: Callable[[int], int] = int,
 ) -> tuple[Program, Projection]:  # fmt: skip
     """The first candidate plan whose projected device peak is within `allowed` bytes, and its scheduled program.
 
@@ -106,32 +106,44 @@ def plan_step(
         program = with_plan(bare, choose, verify=verify)
         return program, project(program, profiler)
 
-    most = _most(bare, candidates[0], accumulate, resident)
-    made = scheduled(most)
-    if allowed is None or made[1].peak <= allowed:
+    def fits(made: tuple[Program, Projection]) -> bool:
+        return allowed is None or made[1].peak <= allowed
+
+    made = scheduled(_most(bare, candidates[0][0], accumulate, resident))
+    if fits(made):
         return made
     least: tuple[Program, Projection] | None = None
-    for candidate in _different(candidates, sizes):
-        made = scheduled(candidate)
-        if allowed is None or made[1].peak <= allowed:
-            for better in _larger(bare, candidate, made[1], allowed, updates, accumulate, resident):
-                tried = scheduled(better)
-                if allowed is None or tried[1].peak <= allowed:
-                    return tried
-            return made
+    for group in candidates:
+        group = _different(bare, group, sizes)
+        made = scheduled(group[-1])
         if least is None or made[1].peak < least[1].peak:
             least = made
+        if not fits(made):
+            continue
+        first, last = 0, len(group) - 1  # the first that fits is among these: smaller chunks take less
+        while first < last:
+            middle = (first + last) // 2
+            tried = scheduled(group[middle])
+            if fits(tried):
+                made, last = tried, middle
+            else:
+                first = middle + 1
+        for better in _larger(bare, group[last], made[1], allowed, updates, accumulate, resident):
+            tried = scheduled(better)
+            if fits(tried):
+                return tried
+        return made
     assert least is not None and allowed is not None
     smallest = in_all(least[1].peak)
     raise BudgetError(explain_shortage(*least, in_all(allowed), sizes, smallest), smallest_device=smallest)
 
 
-def _different(candidates: Sequence[Candidate], sizes: tuple[int, int]) -> list[Candidate]:
+def _different(bare: Program, candidates: Sequence[Candidate], sizes: tuple[int, int]) -> list[Candidate]:
     """Candidates without those that come to the same chunks as one before them."""
     found: dict[object, Candidate] = {}
     for candidate in candidates:
-        key = replace(candidate, tokens=0), ChooseResidency(sizes, candidate=candidate).chunk()
-        found.setdefault(key, candidate)
+        chunks = ChooseResidency(sizes, candidate=candidate).chunks(bare)
+        found.setdefault((replace(candidate, tokens=0), *chunks.items()), candidate)
     return list(found.values())
 
 

@@ -62,7 +62,7 @@ def print_worksets(program: Program) -> str:
     for block in program.blocks:
         lines.append(f"block {block.name} slabs {', '.join(block.slabs) or 'none'}")
         for w in block.worksets:
-            chunk = " in chunks" if w.chunk else ""
+            chunk = f" in chunks of {w.chunk}" if w.chunk else ""
             outs = ", ".join(n.name for n in w.outputs)
             lines.append(f"  {w.name}: {w.form}, {len(w.nodes)} nodes{chunk} -> {outs}")
     for key, form in program.forms.items():

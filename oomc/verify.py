@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from oomc import meta, ops, private
-from oomc.dims import TokenSymbols, is_independent, is_token_sum
+from oomc.dim_rules import analyse
+from oomc.dims import Analysis, can_be_cut
 from oomc.extract import describe, structure_key
 from oomc.faults import Faults
 from oomc.fxutil import is_mutating
@@ -182,7 +183,8 @@ def _free(size: Any) -> set[Any]:
 
 def verify_worksets(program: Program, faults: Faults) -> None:
     """Every computing node is in one workset; worksets come in topological order; each fits its form."""
-    graph, symbols = program.forward.graph, program.notes["symbols"]
+    graph = program.forward.graph
+    analysis = analyse(graph, program.notes["symbols"])
     worksets = [w for b in program.blocks for w in b.worksets]
     owner: dict[fx.Node, Workset] = {}
     for index, block in enumerate(program.blocks):
@@ -207,10 +209,10 @@ def verify_worksets(program: Program, faults: Faults) -> None:
             leaves = any(owner.get(u) is not workset for u in node.users if not meta.is_size(u))
             if leaves and node not in workset.outputs:
                 faults.add(f"it is used outside {workset.name} and is none of its outputs", node, graph)
-        _verify_use_of_form(program, workset, symbols, faults)
+        _verify_use_of_form(program, workset, analysis, faults)
 
 
-def _verify_use_of_form(program: Program, workset: Workset, symbols: TokenSymbols, faults: Faults) -> None:
+def _verify_use_of_form(program: Program, workset: Workset, analysis: Analysis, faults: Faults) -> None:
     graph, form = program.forward.graph, program.forms.get(workset.form)
     if form is None:
         faults.add(f"{workset.name} has form {workset.form}, which there is not", None, graph)
@@ -226,9 +228,23 @@ def _verify_use_of_form(program: Program, workset: Workset, symbols: TokenSymbol
                    workset.nodes[0], graph)  # fmt: skip
     if workset.chunk != form.chunk:
         faults.add(f"{workset.name} runs in chunks or does not, and {form.key} says otherwise", workset.nodes[0], graph)
-    for node in workset.nodes if workset.chunk else ():
-        if not is_independent(node, symbols) and not is_token_sum(node, symbols):
-            faults.add(f"{workset.name} runs in chunks of tokens, and this mixes tokens", node, graph)
+    if workset.chunk:
+        _verify_tiles(workset, analysis, faults)
+
+
+def _verify_tiles(workset: Workset, analysis: Analysis, faults: Faults) -> None:
+    """What runs in tiles mixes no tokens that tiles keep apart, and only slices come in and go out."""
+    graph, along = workset.nodes[0].graph, ("B", "S") if workset.chunk == "tokens" else ("B",)
+    for node in workset.nodes:
+        if analysis.flows[node].mixes & set(along):
+            faults.add(f"{workset.name} runs in chunks of {workset.chunk}, and this mixes them", node, graph)
+    crossing = [n for n in (*workset.inputs, *workset.outputs) if isinstance(n, fx.Node)]
+    for node in crossing:
+        if not all(can_be_cut(layout, along) for layout in analysis.flows[node].layouts):  # type: ignore[arg-type]
+            faults.add(f"{workset.name} runs in chunks of {workset.chunk}, and this cannot be cut", node, graph)
+    for node in workset.nodes:
+        if analysis.flows[node].sums and any(u in workset.nodes for u in node.users):
+            faults.add(f"{workset.name} uses the sum of all its chunks before they have run", node, graph)
 
 
 def verify_slabs(program: Program, faults: Faults) -> None:

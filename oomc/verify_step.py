@@ -92,7 +92,7 @@ def _verify_form_words(program: Program, node: fx.Node, bound: dict[str, Any], f
     if form is None or bound["variant"] not in ("forward", "recompute", "backward"):
         faults.add(f"there is no form {bound['form']!r} with variant {bound['variant']!r}", node)
         return
-    if form.chunk != (node.target is steps.run_chunks):
+    if bool(form.chunk) != (node.target is steps.run_chunks):
         faults.add(f"{form.key} is {'' if form.chunk else 'not '}to run in chunks", node)
     graph = getattr(form, bound["variant"])
     wanted = 0 if graph is None else len(graph.graph.find_nodes(op="placeholder"))

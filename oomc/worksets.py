@@ -8,9 +8,12 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from oomc.dims import Layout
 from oomc.runtime.layout import SlabLayout
 
 Role = Literal["size", "parameter", "value"]
+Chunk = Literal["", "rows", "tokens"]
+"""What a workset may be run in tiles of: nothing, batch rows, or rectangles of batch rows and positions."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,13 @@ class FormInput:
         role: `size` (an int computed from the batch's sizes), `parameter`, or `value` (anything else).
         requires_grad: whether a gradient is to flow to it.
         formula: for a size, how it follows from the batch and sequence sizes `B` and `S`.
-        axes: for a chunkable form, the dimension of this input along the batch and along the sequence, or None.
+        layout: of a value of a form that may be chunked, which dimensions carry tokens (dims.py); else empty.
     """
 
     role: Role
     requires_grad: bool = False
     formula: str = ""
-    axes: tuple[int | None, int | None] = (None, None)
+    layout: Layout = ()
 
 
 @dataclass
@@ -61,8 +64,9 @@ class Form:
     Attributes:
         key: short deterministic name, from the hash of the graph's text.
         traced: the workset as captured: inputs in order of first use.
-        chunk: whether it runs as a loop over rectangles of (batch, sequence).
-        reduced: for a chunkable form, which outputs are sums over all chunks (the others are written in place).
+        chunk: what it may run in tiles of, as a loop.
+        reduced: of a form in tiles, which outputs are sums over all of them (the others are written in place).
+        output_layouts, saved_layouts: of a form in tiles, as for its inputs.
         saved: how many values the forward hands to the backward besides inputs and outputs.
         tangents: indices of the outputs that a gradient flows into.
         gradients: indices of the inputs that get one.
@@ -71,9 +75,10 @@ class Form:
     key: str
     traced: fx.GraphModule
     inputs: tuple[FormInput, ...]
-    chunk: bool = False
+    chunk: Chunk = ""
     reduced: tuple[bool, ...] = ()
-    output_axes: tuple[tuple[int | None, int | None], ...] = ()
+    output_layouts: tuple[Layout, ...] = ()
+    saved_layouts: tuple[Layout, ...] = ()
     forward: fx.GraphModule | None = None
     recompute: fx.GraphModule | None = None
     backward: fx.GraphModule | None = None
@@ -95,6 +100,8 @@ class Workset:
         inputs: for each input of the form, the forward graph's node, or a sympy expression or int for a size.
         outputs: the nodes that later worksets use.
         form: key of its form.
+        chunk: what it may run in tiles of.
+        fences: what mixes tokens in it, as text.
     """
 
     name: str
@@ -103,7 +110,8 @@ class Workset:
     inputs: list[Any] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
     form: str = ""
-    chunk: bool = False
+    chunk: Chunk = ""
+    fences: tuple[str, ...] = ()
 
 
 @dataclass

@@ -1,8 +1,9 @@
 """choose_residency: DECIDES where everything lives, and writes the plan; it inserts nothing.
 
-The policy is fixed for now: values inside a block are recomputed, values between blocks kept on the device. Within
-it, the chunk size of the loss and the overlap of copies are taken as large as the device budget allows, tried in the
-order of CANDIDATES; what is left over goes to slabs that live on the device, then to gradients that wait there.
+The policy is fixed for now: values inside a block are recomputed, but for results of attention and its like if they
+fit, and values between blocks are kept on the device. Within it, chunks and the overlap of copies are taken as large as
+the device budget allows, tried in the order of CANDIDATES; what is left over goes to slabs that live on the device, then
+to gradients that wait there.
 
 Before and after, the same bare step graph; after, `program.plan` holds for example
 
@@ -14,11 +15,13 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 
-from oomc import meta, steps
+from oomc import meta, ops, steps
 from oomc.plan import Budget, Plan, Residency, Updates
 from oomc.program import PassResult, Program
 
-CHUNK_TOKENS = (4096, 2048, 1024, 512, 256, 128, 64, 32, 16)
+CHUNK_TOKENS = tuple(2**n for n in range(30, 3, -1))
+LOSS_TOKENS = 4096
+"""Most tokens in a chunk of the loss: its logits are much larger than what goes in, and more would be no faster."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,12 @@ class Candidate:
     """One point of the policy.
 
     Attributes:
-        tokens: in a chunk of the loss.
+        tokens: in a chunk.
         prefetch: slabs fetched ahead.
         hold: blocks whose gradients stay on the device beside those of the one that computes.
         stage: whether the device may update slabs of the host, for which it needs memory.
         resident: slabs that live on the device.
+        keep: whether results of attention and its like stay on the device until the backward.
     """
 
     tokens: int
@@ -38,13 +42,18 @@ class Candidate:
     hold: int
     stage: bool = True
     resident: tuple[str, ...] = ()
+    keep: bool = False
 
 
 CANDIDATES = tuple(
-    Candidate(tokens, prefetch, hold, stage)
-    for prefetch, hold, stage in ((1, 1, True), (1, 1, False), (1, 0, False), (0, 0, False))
-    for tokens in CHUNK_TOKENS
+    tuple(Candidate(tokens, prefetch, hold, stage, keep=keep) for tokens in CHUNK_TOKENS if least <= tokens < most)
+    for least, most in ((2048, 2**31), (128, 2048), (0, 128))
+    for prefetch, hold, stage, keep in (
+        (1, 1, True, True), (1, 1, True, False), (1, 1, False, True), (1, 1, False, False), (1, 0, False, False),
+        (0, 0, False, False),
+    )  # fmt: skip
 )
+"""Groups that differ in nothing but the size of chunks, large chunks first."""
 
 
 UNLIMITED = Budget()
@@ -66,7 +75,7 @@ class ChooseResidency:
 
     sizes: tuple[int, int]
     budget: Budget = UNLIMITED
-    candidate: Candidate = CANDIDATES[0]
+    candidate: Candidate = CANDIDATES[0][0]
     accumulate: bool = False
     updates: Updates = DEFAULT
     given: Plan | None = None
@@ -82,7 +91,7 @@ class ChooseResidency:
         program.plan = Plan(
             sizes=self.sizes,
             residency=self._residency(program),
-            chunks={w.name: self.chunk() for b in program.blocks for w in b.worksets if program.forms[w.form].chunk},
+            chunks=self.chunks(program),
             prefetch=self.candidate.prefetch,
             hold=self.candidate.hold,
             accumulate=self.accumulate,
@@ -96,11 +105,17 @@ class ChooseResidency:
 
         return PassResult(program, program.plan != before)
 
-    def chunk(self) -> tuple[int, int]:
-        """The (batch, sequence) rectangle of a chunk."""
+    def chunks(self, program: Program) -> dict[str, tuple[int, int]]:
+        """The (batch, sequence) rectangle in which each workset runs that can run in chunks."""
+        result: dict[str, tuple[int, int]] = {}
         batch, sequence = self.sizes
-        columns = min(sequence, self.candidate.tokens)
-        return max(1, min(batch, self.candidate.tokens // columns)), columns
+        for workset in (w for b in program.blocks for w in b.worksets):
+            form = program.forms[workset.form]
+            if form.chunk:
+                tokens = min(self.candidate.tokens, LOSS_TOKENS) if any(form.reduced) else self.candidate.tokens
+                columns = sequence if form.chunk == "rows" else min(sequence, tokens)
+                result[workset.name] = max(1, min(batch, tokens // columns)), columns
+        return result
 
     def _residency(self, program: Program) -> dict[str, Residency]:
         """Where each value that the backward uses is until then."""
@@ -115,6 +130,12 @@ class ChooseResidency:
             if not any(u.phase == "backward" for u in users):
                 continue
             inside = all(u.block == note.block for u in users)
-            never = ":saved." in note.source
+            never = ":saved." in note.source or (self.candidate.keep and self._is_fence(program, note.workset))
             result[note.source] = "recompute" if inside and not never and note.block != last else "keep"
         return result
+
+    @staticmethod
+    def _is_fence(program: Program, workset: str) -> bool:
+        """Whether attention or its like runs in a workset."""
+        nodes = next(w.nodes for b in program.blocks for w in b.worksets if w.name == workset)
+        return any(n.target in ops.FENCES for n in nodes)

@@ -2,7 +2,7 @@
 
 A form's joint graph (outputs and gradients from inputs and tangents) is traced once, with `torch.autograd.grad`
 inside, and cut by plain subgraph extraction. The backward recomputes what it needs from the form's inputs. What must
-not be computed twice (top-k, sort, routing) is saved by the first forward and handed to the recompute and the
+not be computed twice (top-k, sort, the choice of experts) is saved by the first forward and handed to the recompute and the
 backward; results of fences (attention) are taken from the forward's outputs.
 
 Before, a form as captured:
@@ -27,6 +27,7 @@ import torch
 from torch import fx
 
 from oomc import meta, ops, private
+from oomc.dims import TokenSymbols, name_of
 from oomc.errors import CaptureError
 from oomc.fxutil import fake_mode_of, insert_call
 from oomc.program import PassResult, Program
@@ -45,6 +46,7 @@ class Differentiate:
     def __call__(self, program: Program) -> PassResult:
         placeholders = program.forward.graph.find_nodes(op="placeholder")
         wanted = {n for n, spec in zip(placeholders, program.inputs, strict=True) if spec.trainable}
+        symbols: TokenSymbols = program.notes["symbols"]
         forms: dict[tuple[str, tuple[bool, ...]], Form] = {}
         for workset in (w for b in program.blocks for w in b.worksets):
             flags = tuple(source in wanted for source in workset.inputs)
@@ -52,7 +54,7 @@ class Differentiate:
             if key not in forms:
                 twins = sum(known == workset.form for known, _ in forms)
                 name = workset.form if not twins else f"{workset.form}.{twins}"
-                forms[key] = differentiate(program.forms[workset.form], flags, name)
+                forms[key] = differentiate(program.forms[workset.form], flags, name, symbols)
             form = forms[key]
             workset.form = form.key
             wanted |= {n for n, d in zip(workset.outputs, form.differentiable, strict=True) if d}
@@ -67,7 +69,7 @@ class Differentiate:
         return PassResult(program, True)
 
 
-def differentiate(form: Form, flags: tuple[bool, ...], key: str) -> Form:
+def differentiate(form: Form, flags: tuple[bool, ...], key: str, symbols: TokenSymbols) -> Form:
     """The form with its graphs, for inputs of which those flagged require a gradient."""
     graph = form.traced.graph
     args = [meta.value(n) for n in graph.find_nodes(op="placeholder")]
@@ -106,20 +108,23 @@ def differentiate(form: Form, flags: tuple[bool, ...], key: str) -> Form:
     simplify(traced.graph)
     if tangents:
         own_memory(traced.graph, len(differentiable), [i for i, f in zip(form.inputs, flags, strict=True) if f])
-    return _cut(form, traced, flags, tuple(differentiable), key)
+    return _cut(form, traced, flags, tuple(differentiable), key, symbols)
 
 
 def _cut(
-    form: Form, traced: fx.GraphModule, flags: tuple[bool, ...], differentiable: tuple[bool, ...], key: str
-) -> Form:
+    form: Form, traced: fx.GraphModule, flags: tuple[bool, ...], differentiable: tuple[bool, ...], key: str,
+    symbols: TokenSymbols,
+) -> Form:  # fmt: skip
     placeholders = traced.graph.find_nodes(op="placeholder")
     primals, tangents = placeholders[: len(flags)], placeholders[len(flags) :]
     (output,) = traced.graph.find_nodes(op="output")
     results = list(output.args[0])
     outputs, gradients = results[: len(differentiable)], results[len(differentiable) :]
 
+    routed = {n.args[0] for n in traced.graph.nodes if n.target is ops.route and not _follows_a_choice(n.args[0])}
+
     def keep(node: fx.Node) -> bool:
-        return is_never_recomputed(node) and isinstance(meta.value(node), torch.Tensor)
+        return (is_never_recomputed(node) or node in routed) and isinstance(meta.value(node), torch.Tensor)
 
     given = {n for n in outputs if isinstance(n, fx.Node) and _is_fence_result(n)}
     saved = [n for n in traced.graph.nodes if keep(n) and n not in given]
@@ -129,12 +134,16 @@ def _cut(
     new = replace(form, key=key, inputs=inputs, differentiable=differentiable, saved=len(saved))
     new.forward = subgraph(traced, primals, [*outputs, *saved])
     new.recompute = subgraph(traced, [*primals, *saved], outputs)
+    if form.chunk:
+        new.saved_layouts = tuple(symbols.layout(meta.value(n)) or () for n in saved)
     if not tangents:
         return new
     available: dict[fx.Node, Source] = {n: ("input", i) for i, n in enumerate(primals)}
     available |= {n: ("saved", i) for i, n in enumerate(saved)}
     available |= {n: ("output", i) for i, n in enumerate(outputs) if n in given}
     needed = closure([g for g in gradients if g is not None], set(available) | set(tangents))
+    if form.chunk:  # tiles are cut by the whole sizes
+        needed |= {n for n, i in zip(primals, inputs, strict=True) if i.role == "size" and i.formula in ("B", "S")}
     takes = [n for n in available if n in needed]
     new.backward = subgraph(traced, [*takes, *tangents], gradients)
     new.backward_takes = tuple(available[n] for n in takes)
@@ -163,6 +172,13 @@ def is_never_recomputed(node: fx.Node) -> bool:
         return True
     source = node.args[0] if node.args else None
     return "getitem" in str(node.target) and isinstance(source, fx.Node) and source.target in ops.NEVER_RECOMPUTE
+
+
+def _follows_a_choice(node: fx.Node) -> bool:
+    """Whether a choice of experts is what a top-k gave, in another shape or integer type."""
+    while name_of(node) in ("view", "reshape", "_to_copy", "expand", "clone", "slice", "unsqueeze", "squeeze"):
+        node = node.args[0]  # type: ignore[assignment]
+    return is_never_recomputed(node)
 
 
 def _is_fence_result(node: fx.Node) -> bool:

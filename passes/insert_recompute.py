@@ -88,12 +88,13 @@ class _Recompute:
 
     def _rerun(self, run: fx.Node) -> fx.Node:
         rt, form, _, *args = run.args
+        chunk, args = (args[:1], args[1:]) if run.target is steps.run_chunks else ([], args)
         note = meta.note(run)
         saved = [n for n in run.users if meta.note(n).source.startswith(f"{note.workset}:saved.")]
         saved.sort(key=lambda n: n.args[1])  # type: ignore[arg-type, return-value]
         new_args = tuple(self._argument(a) if isinstance(a, fx.Node) else a for a in args)
         name = run.name.replace("_forward", "_recompute")
-        new = (rt, form, "recompute", *new_args, *saved)
+        new = (rt, form, "recompute", *chunk, *new_args, *saved)
         node = self.graph.create_node("call_function", run.target, new, name=name)
         meta.set_value(node, meta.value(run)[: len(meta.value(run)) - len(saved)])
         meta.set_note(node, replace(note, phase="recompute"))

@@ -2,8 +2,8 @@
 
 Blocks are the entries of the model's outermost module lists (its layers), or its top-level modules where it has no
 such list; what comes before and after them is the prologue (embedding) and the epilogue (final norm, head, loss).
-A block is cut at its fences (attention and the like, which mix tokens), and the loss is cut out of the epilogue with
-everything before it that keeps tokens apart, to run in token chunks.
+A block is cut where tokens are mixed (attention and the like): what lies between keeps them apart and may run in chunks
+of tokens, forward and backward, as may attention in chunks of batch rows (partition_cuts.py).
 
 Before, a forward graph:
 
@@ -15,11 +15,11 @@ Before, a forward graph:
 
 After, the same graph, and beside it:
 
-    prologue/0          [embedding]
-    model.layers.0/0    [linear]
-    model.layers.0/1    [attention]
-    model.layers.0/2    [linear]
-    epilogue/0 (chunks) [...]
+    prologue/0          [embedding]     in chunks of tokens
+    model.layers.0/0    [linear]        in chunks of tokens
+    model.layers.0/1    [attention]     in chunks of rows
+    model.layers.0/2    [linear]        in chunks of tokens
+    epilogue/0          [...]           in chunks of tokens
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from oomc import meta, ops
-from oomc.dims import VIEWS, TokenSymbols, is_independent, is_token_sum, token_symbols
+from oomc.dim_rules import analyse
+from oomc.dims import token_symbols
 from oomc.errors import UnsupportedError
 from oomc.extract import extract
 from oomc.fxutil import is_mutating
+from oomc.passes.partition_cuts import cut
 from oomc.program import PassResult, Program
 from oomc.runtime.layout import ParamSpec, SlabLayout
 from oomc.worksets import Block, Slab, Workset
@@ -55,18 +57,22 @@ class PartitionWorksets:
         symbols = token_symbols(n for n, s in zip(placeholders, program.inputs, strict=True) if s.kind == "input")
         parameters = {n for n, s in zip(placeholders, program.inputs, strict=True) if s.kind == "parameter"}
         program.notes["symbols"] = symbols
+        analysis = analyse(graph, symbols)
         blocks = []
         for index, (name, nodes) in enumerate(find_blocks(graph)):
-            parts = cut_loss(nodes, symbols) if name == EPILOGUE else [(part, False) for part in cut_fences(nodes)]
-            worksets = [Workset(f"{name}/{i}", index, part, chunk=chunk) for i, (part, chunk) in enumerate(parts)]
-            number_dropout(nodes)
+            parts = cut(nodes, analysis, parameters)
+            worksets = [
+                Workset(f"{name}/{i}", index, part.nodes, chunk=part.chunk, fences=part.fences)
+                for i, part in enumerate(parts)
+            ]
+            number_dropout([n for part in parts for n in part.nodes])
             blocks.append(Block(name, worksets))
         program.blocks = blocks
         program.forms = {}
         everything = [w for b in blocks for w in b.worksets]
         set_outputs(graph, everything)
         for workset in everything:
-            form = extract(workset, parameters, symbols)
+            form = extract(workset, parameters, analysis)
             program.forms.setdefault(form.key, form)
         specs = {
             n: ParamSpec(s.target, tuple(meta.value(n).shape), meta.value(n).dtype, s.trainable)
@@ -128,94 +134,6 @@ def find_layers(nodes: list[fx.Node]) -> dict[fx.Node, str]:
     if layers:
         return layers
     return {n: named[0] for n, stack in stacks.items() if (named := [name for name in stack if name])}
-
-
-def cut_fences(nodes: list[fx.Node]) -> list[list[fx.Node]]:
-    """Cut a block before and after each fence; a node moves past a fence where fewer bytes cross for it."""
-    stage: dict[fx.Node, int] = {}
-    current = 0
-    for node in nodes:
-        if node.target in ops.FENCES:
-            stage[node] = current + 1
-            current += 2
-        else:
-            own = next((stage[n] for n in node.all_input_nodes if stage.get(n, 0) % 2 == 1 and is_part(node, n)), None)
-            stage[node] = current if own is None else own
-    for node in reversed(nodes):
-        users = [stage[u] for u in node.users if u in stage]
-        if stage[node] % 2 or not users or is_mutating(node) or any(is_mutating(u) for u in node.users):
-            continue
-        target = min(u - u % 2 for u in users)
-        inside = [n for n in node.all_input_nodes if n in stage]
-        if target > stage[node] and all(any(stage.get(u, 0) >= target for u in n.users) for n in inside):
-            stage[node] = target
-    parts: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in nodes:
-        parts[stage[node]].append(node)
-    return [parts[i] for i in sorted(parts)]
-
-
-def is_part(node: fx.Node, fence: fx.Node) -> bool:
-    """Whether the node only names one of the fence's outputs."""
-    return fence.target in ops.FENCES and "getitem" in str(node.target)
-
-
-def cut_loss(nodes: list[fx.Node], symbols: TokenSymbols) -> list[tuple[list[fx.Node], bool]]:
-    """Cut the epilogue into what comes before the token loss, the loss (to be chunked), and the rest."""
-    sums = [n for n in nodes if is_token_sum(n, symbols) and _from_logits(n)]
-    if symbols.batch is None or not sums:
-        return [(part, False) for part in cut_fences(nodes)]
-    inside, chunk = set(nodes), set(sums)
-    frontier = list(sums)
-    while frontier:
-        for source in frontier.pop().all_input_nodes:
-            if source in inside and source not in chunk and is_independent(source, symbols):
-                chunk.add(source)
-                frontier.append(source)
-    nodes = own_views(nodes, chunk)
-    after: set[fx.Node] = set()
-    for node in nodes:
-        if node not in chunk and any(n in chunk or n in after for n in node.all_input_nodes):
-            after.add(node)
-    crossing = [n for n in chunk if n not in sums and any(u not in chunk for u in n.users)]
-    entering = [n for c in chunk for n in c.all_input_nodes if n not in chunk]
-    if (
-        any(n in after for n in entering)
-        or any(n.target in ops.NEVER_RECOMPUTE for n in chunk)
-        or not all(has_own_axes(n, symbols) for n in [*crossing, *entering])
-    ):
-        return [(part, False) for part in cut_fences(nodes)]
-    parts = [
-        ([n for n in nodes if n not in chunk and n not in after], False),
-        ([n for n in nodes if n in chunk], True),
-        ([n for n in nodes if n in after], False),
-    ]
-    return [(part, is_chunk) for part, is_chunk in parts if part]
-
-
-def has_own_axes(node: fx.Node, symbols: TokenSymbols) -> bool:
-    """Whether a value can be cut along batch and sequence: each has a dimension of its own, or none at all."""
-    val = meta.value(node)
-    return not symbols.mixed(val) and len(symbols.order(val)) == sum(a is not None for a in symbols.axes(val))
-
-
-def own_views(nodes: list[fx.Node], chunk: set[fx.Node]) -> list[fx.Node]:
-    """Give users outside `chunk` their own copies of the views (of labels, say) that it holds."""
-    result: list[fx.Node] = []
-    for node in nodes:
-        result.append(node)
-        outside = [u for u in node.users if u not in chunk]
-        if node in chunk and outside and node.target._opname in VIEWS:  # type: ignore[union-attr]
-            with node.graph.inserting_after(node):
-                twin = node.graph.node_copy(node)
-            for user in outside:
-                user.replace_input_with(node, twin)
-            result.append(twin)
-    return result
-
-
-def _from_logits(node: fx.Node) -> bool:
-    return node.target._opname in ("cross_entropy_loss", "nll_loss_nd")  # type: ignore[union-attr]
 
 
 def number_dropout(nodes: list[fx.Node]) -> None:
