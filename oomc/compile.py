@@ -28,6 +28,7 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
     updates: Literal["host", "device"] | None = None,
     device: torch.device | str | None = None,
     backend: str | None = None,
+    chunk_tokens: int | None = None,
     seed: int = 0,
     verify: bool = False,
     chaos: int | None = None,
@@ -61,6 +62,7 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
             Where the budget leaves no room to pass state through the device, the host does it all (`plan.where`).
         device: where to compute: "cuda", or "cpu" for the CPU stand-in; None for CUDA if there is one.
         backend: "eager" or "inductor" for the worksets; None for eager.
+        chunk_tokens: tokens in a chunk of the worksets that run in chunks, for experiments; None: as many as fit.
         seed: of dropout, whose masks depend on seed, step and position only.
         verify: check every graph's invariants after every pass.
         chaos: seed of random delays and poisoned buffers: a check of the order of everything; slow.
@@ -89,9 +91,11 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
     _check_choice("updates", updates, (None, "host", "device"))
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm={max_grad_norm} is no norm to clip to; it must be above 0, or None")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens}: a chunk holds at least one token")
     options = Options(
         budget or Budget(), chosen, backend or "eager", loss_fn, max_grad_norm, on_nonfinite, state, updates or "both",
-        seed, verify, chaos, synchronous,
+        seed, verify, chaos, chunk_tokens, synchronous,
     )  # fmt: skip
     step = Step(model, optimizer, options)
     if example is not None:

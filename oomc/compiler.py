@@ -41,6 +41,7 @@ class Options:
     seed: int = 0
     verify: bool = False
     chaos: int | None = None
+    chunk_tokens: int | None = None
     synchronous: bool = False
 
     @property
@@ -174,6 +175,7 @@ class Compiler:
             program, projection = pipeline.plan_step(
                 trace.bare, trace.profiler, sizes, self._device_allowed(), options.budget, accumulate=accumulate,
                 updates=updates, resident=resident, verify=options.verify, in_all=self.in_all,
+                chunk_tokens=options.chunk_tokens,
             )  # fmt: skip
             trace.bare.compiled = program.compiled = trace.bare.compiled
             program = pipeline.lower(program, options.backend)

@@ -91,11 +91,13 @@ def plan_step(
     bare: Program, profiler: Profiler, sizes: tuple[int, int], allowed: int | None, budget: Budget,
     *, accumulate: bool = False, updates: Updates = DEFAULT, resident: Collection[str] = (),
     candidates: Sequence[Sequence[Candidate]] = CANDIDATES, verify: bool = False, in_all: Callable[[int], int] = int,
+    chunk_tokens: int | None = None,
 ) -> tuple[Program, Projection]:  # fmt: skip
     """The first candidate plan whose projected device peak is within `allowed` bytes, and its scheduled program.
 
     What is left over goes to slabs of `resident`, the largest first, and then to gradients that wait on the device.
     `in_all` says what a peak of the step's own tensors comes to with all that the process holds beside them.
+    `chunk_tokens` are in each chunk if given.
 
     Raises:
         BudgetError: none is; names the smallest budget that would do.
@@ -105,6 +107,9 @@ def plan_step(
         choose = ChooseResidency(sizes, budget, candidate, accumulate, updates)
         program = with_plan(bare, choose, verify=verify)
         return program, project(program, profiler)
+
+    if chunk_tokens is not None:
+        candidates = tuple((replace(group[0], tokens=chunk_tokens),) for group in candidates)
 
     def fits(made: tuple[Program, Projection]) -> bool:
         return allowed is None or made[1].peak <= allowed
