@@ -6,22 +6,37 @@ by torch's own tag.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from oomc import meta
 from oomc.dims import (
-    NONE, Analysis, Dim, Flow, Layout, Mixed, NoRule, Rule, Slots, TokenSymbols, is_pointwise, name_of, regroup,
-    slots_of, tokens_of,
-)  # fmt: skip
+    NONE,
+    Analysis,
+    Dim,
+    Flow,
+    Layout,
+    NoRule,
+    Rule,
+    Slots,
+    Token,
+    TokenSymbols,
+    is_pointwise,
+    name_of,
+    regroup,
+    slots_of,
+    tokens_of,
+)
+from oomc.private import expression
 
 SUM_REDUCTION = 2
 RULES: dict[str, Rule] = {}
 
 
-def rule(*names: str) -> Any:
+def rule(*names: str) -> Callable[[Rule], Rule]:
     """Register a rule for operators of these names."""
 
     def register(function: Rule) -> Rule:
@@ -87,7 +102,7 @@ def aligned(node: fx.Node, a: Analysis) -> Flow:
     return Flow((join(layouts, meta.value(node).shape, a.symbols),))
 
 
-def mixed_in(layout: Layout, dims: Iterable[int]) -> frozenset[Any]:
+def mixed_in(layout: Layout, dims: Iterable[int]) -> frozenset[Token]:
     """The tokens that these dimensions carry. Rows of experts may not be mixed at all."""
     part = tuple(layout[d] for d in dims)
     if slots_of(part):
@@ -107,7 +122,7 @@ def free_of_tokens(*layouts: Layout) -> None:
         raise NoRule
 
 
-# --- views and copies --------------------------------------------------------------------------------------------------
+# --- views and copies ------------------------------------------------------------------------------------------------
 
 
 @rule("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as")
@@ -157,13 +172,13 @@ def _along(node: fx.Node, a: Analysis) -> Flow:
     if name in ("pad", "constant_pad_nd"):
         if argument(node, 2, "mode", "constant") != "constant" and name == "pad":
             raise NoRule
-        dims = [d for d in range(len(layout)) if symbolic(val.shape[d]) != symbolic(before[d])]
+        dims = [d for d in range(len(layout)) if expression(val.shape[d]) != expression(before[d])]
     elif name in ("roll", "flip"):
         dims = dims_of(argument(node, 2 if name == "roll" else 1, "dims"), len(layout))
     elif name == "slice":
         dims = dims_of(argument(node, 1, "dim", 0), len(layout))
         step = argument(node, 4, "step", 1)
-        if step == 1 and symbolic(val.shape[dims[0]]) == symbolic(before[dims[0]]):
+        if step == 1 and expression(val.shape[dims[0]]) == expression(before[dims[0]]):
             return Flow((layout,))
     else:
         dims = dims_of(argument(node, 2 if name.endswith("scatter") else 1, "dim", 0), len(layout))
@@ -177,13 +192,6 @@ def _along(node: fx.Node, a: Analysis) -> Flow:
                 raise NoRule
             return Flow((layout,))
     return Flow((resized(layout, dims, val, a.symbols),), mixed_in(layout, dims))
-
-
-def symbolic(size: Any) -> Any:
-    """A size as an expression."""
-    from oomc import private
-
-    return private.expression(size)
 
 
 @rule("getitem")
@@ -233,7 +241,7 @@ def _arange(node: fx.Node, a: Analysis) -> Flow:
     return Flow(outs, tokens_of(outs[0]))  # an element is its own position
 
 
-# --- along one dimension -----------------------------------------------------------------------------------------------
+# --- along one dimension ---------------------------------------------------------------------------------------------
 
 
 @rule("layer_norm", "rms_norm", "_fused_rms_norm", "native_layer_norm")
@@ -241,7 +249,8 @@ def _norm(node: fx.Node, a: Analysis) -> Flow:
     layout = a.layout(node.args[0])
     last = len(node.args[1])  # type: ignore[arg-type]
     free_of_tokens(layout[len(layout) - last :])
-    return Flow(a.by_size(node)[1:] and (layout, *(layout[:-last],) * (len(a.by_size(node)) - 1)) or (layout,))
+    statistics = len(a.by_size(node)) - 1  # mean and inverse deviation, of native_layer_norm
+    return Flow((layout, *[(*layout[: len(layout) - last], *[()] * last)] * statistics))
 
 
 @rule("glu")
@@ -325,7 +334,7 @@ def _histogram(node: fx.Node, a: Analysis) -> Flow:
     return Flow(a.by_size(node), NONE, sums=True)
 
 
-# --- products ----------------------------------------------------------------------------------------------------------
+# --- products --------------------------------------------------------------------------------------------------------
 
 
 @rule("linear")
@@ -368,7 +377,7 @@ def _convolution(node: fx.Node, a: Analysis) -> Flow:
     return Flow((tuple(out),), mixed_in(layout, spatial))
 
 
-# --- by index ----------------------------------------------------------------------------------------------------------
+# --- by index --------------------------------------------------------------------------------------------------------
 
 
 @rule("embedding")
@@ -396,13 +405,18 @@ def _gather(node: fx.Node, a: Analysis) -> Flow:
     return Flow((resized(index if name_of(node) == "gather" else x, [dim], meta.value(node), a.symbols),))
 
 
+def index_is_mask(index: fx.Node) -> bool:
+    """Whether an index says which elements by bools."""
+    return meta.value(index).dtype in (torch.bool, torch.uint8)
+
+
 @rule("index_select", "index")
 def _index(node: fx.Node, a: Analysis) -> Flow:
     """Rows of a table that is no function of the tokens."""
     table = a.layout(node.args[0])
     if name_of(node) == "index_select":
         (dim,) = dims_of(node.args[1], len(table))
-        index = node.args[2]
+        index: Any = node.args[2]
     else:
         indices = list(node.args[1])  # type: ignore[arg-type]
         used = [i for i, x in enumerate(indices) if x is not None]
@@ -410,12 +424,12 @@ def _index(node: fx.Node, a: Analysis) -> Flow:
             raise NoRule
         dim, index = used[0], indices[used[0]]
     rows = a.layout(index)
-    if tokens_of((table[dim],)) or (tokens_of(table) and tokens_of(rows)) or "bool" in str(meta.value(index).dtype):
+    if tokens_of((table[dim],)) or (tokens_of(table) and tokens_of(rows)) or index_is_mask(index):
         raise NoRule
     return Flow(((*table[:dim], *rows, *table[dim + 1 :]),))
 
 
-# --- attention and its like: rows of the batch stay apart --------------------------------------------------------------
+# --- attention and its like: rows of the batch stay apart ------------------------------------------------------------
 
 
 @rule("oomc.attention", "oomc.gated_delta_rule", "scaled_dot_product_attention")
@@ -427,7 +441,7 @@ def _attention(node: fx.Node, a: Analysis) -> Flow:
     return Flow(a.by_size(node), a.symbols.tokens - {"B"})
 
 
-# --- experts -------------------------------------------------------------------------------------------------------------
+# --- experts ---------------------------------------------------------------------------------------------------------
 
 
 @rule("oomc.route")
@@ -436,8 +450,10 @@ def _route(node: fx.Node, a: Analysis) -> Flow:
     if len(index) != 2 or tokens_of((index[1],)) or slots_of(index):
         raise NoRule
     order = meta.value(node)[0]
-    slots = Slots(node.name, symbolic(order.shape[0]))
-    experts = Slots(node.name, symbolic(meta.value(node)[2].shape[0]))  # offsets: for each expert, but of these tokens
+    slots = Slots(node.name, expression(order.shape[0]))
+    experts = Slots(
+        node.name, expression(meta.value(node)[2].shape[0])
+    )  # offsets: for each expert, but of these tokens
     return Flow((((slots,),), ((slots,),), ((experts,),)))
 
 
@@ -467,6 +483,3 @@ def _combine(node: fx.Node, a: Analysis) -> Flow:
     if y[0] != order[0] or slots_of(weights):
         raise NoRule
     return Flow(((weights[0], y[1]),))
-
-
-__all__ = ["RULES", "Mixed", "analyse"]

@@ -1,10 +1,10 @@
 """Which dimensions of a value carry tokens, and which operations keep tokens apart.
 
-A dimension is a product of atoms: the batch "B", the sequence "S", plain ints, the rows of an expert order (Slots), or a
-size that mentions B and S in another way (Mixed). `[B * S, 4 * 16]` has the layout `(("B", "S"), (64,))`. Every operation
-has a rule (dim_rules.py) that says how the layouts of its inputs become those of its outputs, and which of B and S it
-mixes. What mixes none may be computed tile by tile: each tile of its outputs depends on the same tile of its inputs
-only. An operation without a rule mixes both: it is correct, and never computed in tiles.
+A dimension is a product of atoms: the batch "B", the sequence "S", plain ints, the rows of an expert order (Slots),
+or a size that mentions B and S in another way (Mixed). `[B * S, 4 * 16]` has the layout `(("B", "S"), (64,))`. Every
+operation has a rule (dim_rules.py) that says how the layouts of its inputs become those of its outputs, and which of B
+and S it mixes. What mixes none may be computed tile by tile: each tile of its outputs depends on the same tile of its
+inputs only. An operation without a rule mixes both: it is correct, and never computed in tiles.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import fx
 from oomc import meta, private
 
 Token = Literal["B", "S"]
+TOKENS: tuple[Token, ...] = ("B", "S")
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,8 @@ def regroup(layout: Layout, shape: Sequence[Any], symbols: TokenSymbols) -> Layo
     rest = [a for dim in layout for a in dim]
     result: list[Dim] = []
     for size in shape:
-        want, dim = sympy.sympify(private.expression(size)), []
+        want = sympy.sympify(private.expression(size))
+        dim: list[Atom] = []
         while want != 1:
             if not rest:
                 raise NoRule
@@ -194,8 +196,9 @@ def regroup(layout: Layout, shape: Sequence[Any], symbols: TokenSymbols) -> Layo
             if sympy.denom(want) != 1:
                 raise NoRule
             if isinstance(atom, int) and dim and isinstance(dim[-1], int):
-                atom *= dim.pop()
-            dim.append(atom)
+                dim[-1] *= atom
+            else:
+                dim.append(atom)
         result.append(tuple(dim))
     if rest:
         raise NoRule
@@ -216,8 +219,12 @@ class Analysis:
     """
 
     def __init__(
-        self, graph: fx.Graph, symbols: TokenSymbols, rules: Mapping[str, Rule], given: Mapping[fx.Node, Layout] | None = None
-    ) -> None:  # fmt: skip
+        self,
+        graph: fx.Graph,
+        symbols: TokenSymbols,
+        rules: Mapping[str, Rule],
+        given: Mapping[fx.Node, Layout] | None = None,
+    ) -> None:
         self.symbols = symbols
         self.flows: dict[fx.Node, Flow] = {}
         for node in graph.nodes:

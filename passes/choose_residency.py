@@ -1,9 +1,9 @@
 """choose_residency: DECIDES where everything lives, and writes the plan; it inserts nothing.
 
 The policy is fixed for now: values inside a block are recomputed, but for results of attention and its like if they
-fit, and values between blocks are kept on the device. Within it, chunks and the overlap of copies are taken as large as
-the device budget allows, tried in the order of CANDIDATES; what is left over goes to slabs that live on the device, then
-to gradients that wait there.
+fit, and values between blocks are kept on the device. Within it, chunks and the overlap of copies are taken as large
+as the device budget allows, tried in the order of CANDIDATES; what is left over goes to slabs that live on the device,
+then to gradients that wait there.
 
 Before and after, the same bare step graph; after, `program.plan` holds for example
 
@@ -45,13 +45,12 @@ class Candidate:
     keep: bool = False
 
 
+WAYS = ((1, 1, True, True), (1, 1, True, False), (1, 1, False, True), (1, 1, False, False), (1, 0, False, False),
+        (0, 0, False, False))  # fmt: skip
 CANDIDATES = tuple(
     tuple(Candidate(tokens, prefetch, hold, stage, keep=keep) for tokens in CHUNK_TOKENS if least <= tokens < most)
     for least, most in ((2048, 2**31), (128, 2048), (0, 128))
-    for prefetch, hold, stage, keep in (
-        (1, 1, True, True), (1, 1, True, False), (1, 1, False, True), (1, 1, False, False), (1, 0, False, False),
-        (0, 0, False, False),
-    )  # fmt: skip
+    for prefetch, hold, stage, keep in WAYS
 )
 """Groups that differ in nothing but the size of chunks, large chunks first."""
 

@@ -2,8 +2,8 @@
 
 A form's joint graph (outputs and gradients from inputs and tangents) is traced once, with `torch.autograd.grad`
 inside, and cut by plain subgraph extraction. The backward recomputes what it needs from the form's inputs. What must
-not be computed twice (top-k, sort, the choice of experts) is saved by the first forward and handed to the recompute and the
-backward; results of fences (attention) are taken from the forward's outputs.
+not be computed twice (top-k, sort, a choice of experts) is saved by the first forward and handed to the recompute and
+the backward; results of fences (attention) are taken from the forward's outputs.
 
 Before, a form as captured:
 

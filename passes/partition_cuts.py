@@ -9,7 +9,7 @@ large stays inside of one workset (the logits with their loss, say). What is in 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +19,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from torch import fx
 
 from oomc import meta, ops, private
-from oomc.dims import Analysis, can_be_cut, name_of, slots_of, tokens_of
+from oomc.dims import TOKENS, Analysis, Token, can_be_cut, name_of, slots_of, tokens_of
 from oomc.fxutil import is_mutating
 from oomc.worksets import Chunk
 
@@ -91,19 +91,21 @@ class _Cut:
     def _slots(self, node: fx.Node) -> set[str]:
         return {s.route for layout in self.analysis.flows[node].layouts for s in slots_of(layout)}
 
+    def _around(self, node: fx.Node) -> set[str]:
+        """The expert orders of what a node takes and gives."""
+        return {r for n in [node, *node.all_input_nodes] if n in self.analysis.flows for r in self._slots(n)}
+
     def _find_groups(self) -> None:
         """Nodes that must share a level, since what passes between them is in the order of experts."""
         for node in self.nodes:
-            for source in [node, *(n for n in node.all_input_nodes if n in self.analysis.flows)]:
-                for route in self._slots(source):
-                    self.group[node] = route
+            for route in self._around(node):
+                self.group[node] = route
         owned: dict[str, set[fx.Node]] = defaultdict(set)
         for node, route in self.group.items():
             owned[route].add(node)
         for route, members in owned.items():
             whole = all(u in members for n in members if self._slots(n) for u in n.users)
-            several = any(len({r for i in [n, *n.all_input_nodes] if i in self.analysis.flows for r in self._slots(i)}) > 1
-                          for n in members)  # fmt: skip
+            several = any(len(self._around(n)) > 1 for n in members)
             if not whole or several or any(self.analysis.flows[n].mixes for n in members):
                 self.fenced.add(route)
 
@@ -180,7 +182,7 @@ class _Cut:
         return [n for n, i in index.items() if i not in stays]
 
     def _own_views(self) -> None:
-        """Give each level that uses a view a copy of its own: what is viewed crosses, and no memory is counted twice."""
+        """Give each level that uses a view a copy of its own: what is viewed crosses, and no memory counts twice."""
         result: list[fx.Node] = []
         for node in reversed(self.nodes):
             levels = {self.level[u] for u in node.users if u in self.level}
@@ -210,17 +212,17 @@ class _Cut:
         tokens = self.analysis.symbols.tokens
         mixed = {t for n in nodes for t in (tokens if self.group.get(n) in self.fenced else flows[n].mixes)}
         fences = tuple(dict.fromkeys(self._fence(n) for n in nodes if self._mixes(n) and not self._is_part(n)))
-        along = [t for t in ("B", "S") if t in tokens - mixed]
+        along: list[Token] = [t for t in TOKENS if t in tokens - mixed]
         for some in (along, along[:1]):
             if "B" in some and self._can_run_in_tiles(nodes, crossing, some):
                 return Part(nodes, "tokens" if set(some) == tokens else "rows", fences)
         return Part(nodes, "", fences)
 
-    def _can_run_in_tiles(self, nodes: list[fx.Node], crossing: Iterable[fx.Node], along: list[str]) -> bool:
+    def _can_run_in_tiles(self, nodes: list[fx.Node], crossing: Iterable[fx.Node], along: Sequence[Token]) -> bool:
         flows = self.analysis.flows
         if not any(set(along) & tokens_of(layout) for n in nodes for layout in flows[n].layouts):
             return False
-        if not all(can_be_cut(layout, along) for n in crossing for layout in flows[n].layouts):  # type: ignore[arg-type]
+        if not all(can_be_cut(layout, along) for n in crossing for layout in flows[n].layouts):
             return False
         # their results are handed from the forward to the backward, cut as their sizes say
         chosen = [n for n in nodes if n.target in ops.NEVER_RECOMPUTE]

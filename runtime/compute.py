@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -76,11 +75,9 @@ def opened(x: torch.Tensor, layout: Layout, sizes: tuple[int, int]) -> tuple[tor
 
 def closed(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """The inverse of `opened`; a copy where it cannot be a view."""
-    at = 0
-    for dim in layout:
+    for at, dim in enumerate(layout):
         if len(dim) > 1 and any(isinstance(a, str) for a in dim):
             x = x.flatten(at, at + len(dim) - 1)
-        at += 1
     return x
 
 
@@ -138,13 +135,15 @@ class Total:
     def _empty(self, part: torch.Tensor, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the whole result, laid out as the part is."""
         whole = {"B": tile.batch, "S": tile.sequence}
-        shape = [
-            size if not any(isinstance(a, str) for a in dim)
-            else math.prod(whole[a] if isinstance(a, str) else a for a in dim)
-            for size, dim in zip(part.shape, self.layout, strict=True)
-        ]  # fmt: skip
-        order = sorted(range(part.dim()), key=lambda d: -part.stride(d) if part.shape[d] > 1 else -math.inf)
-        if len(set(part.stride())) < part.dim():
+        own = _sizes(tile)
+        here = {"B": own[0], "S": own[1]}
+        shape = list(part.shape)
+        for place, atoms in enumerate(self.layout):
+            for atom in atoms:
+                if isinstance(atom, str):
+                    shape[place] = shape[place] // here[atom] * whole[atom]
+        order = sorted(range(part.dim()), key=lambda d: part.stride(d), reverse=True)
+        if len(set(part.stride())) < part.dim():  # a dimension of size 1, or an expanded one: any order will do
             order = list(range(part.dim()))
         strides, size = [0] * part.dim(), 1
         for dim in reversed(order):
