@@ -14,6 +14,7 @@ from torch import Tensor
 
 from oomc import meta, ops, pipeline, private
 from oomc.capture import Batch, capture
+from oomc.dims import TokenSymbols
 from oomc.errors import CaptureError
 from oomc.faults import Faults
 from oomc.passes.differentiate import differentiate
@@ -24,6 +25,7 @@ from tests import programs
 from tests.conftest import Golden
 
 aten = torch.ops.aten
+NO_TOKENS = TokenSymbols(None, None)
 
 
 def form_of(function: Callable[..., Any], *shapes: tuple[int, ...]) -> Form:
@@ -91,14 +93,14 @@ def text_of(form: Form) -> str:
 def test_golden_and_numbers(
     golden: Golden, name: str, function: Callable[..., Any], shapes: tuple[tuple[int, ...], ...]
 ) -> None:
-    form = differentiate(form_of(function, *shapes), (True, True), "form_x")
+    form = differentiate(form_of(function, *shapes), (True, True), "form_x", NO_TOKENS)
     if programs.TRACES_AS_GOLDEN:
         golden(f"differentiate_{name}", text_of(form))
     check(form, function, (True, True), tensors(*shapes))
 
 
 def test_top_k_is_saved_and_never_computed_again() -> None:
-    form = differentiate(form_of(routed, (3, 4), (5, 4)), (True, True), "form_x")
+    form = differentiate(form_of(routed, (3, 4), (5, 4)), (True, True), "form_x", NO_TOKENS)
     assert form.saved == 2
     for variant, count in (("forward", 1), ("recompute", 0), ("backward", 0)):
         nodes = getattr(form, variant).graph.nodes
@@ -107,7 +109,7 @@ def test_top_k_is_saved_and_never_computed_again() -> None:
 
 
 def test_gradients_only_of_what_wants_one() -> None:
-    form = differentiate(form_of(layer, (3, 4), (4, 4)), (False, True), "form_x")
+    form = differentiate(form_of(layer, (3, 4), (4, 4)), (False, True), "form_x", NO_TOKENS)
     assert form.gradients == (1,)
     check(form, layer, (False, True), tensors((3, 4), (4, 4)))
 
@@ -116,12 +118,12 @@ def test_an_input_that_the_output_does_not_follow_has_no_gradient() -> None:
     def function(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         return (x.sin(), (y > 0).float())
 
-    form = differentiate(form_of(function, (3,), (3,)), (True, True), "form_x")
+    form = differentiate(form_of(function, (3,), (3,)), (True, True), "form_x", NO_TOKENS)
     check(form, function, (True, True), tensors((3,), (3,)))
 
 
 def test_nothing_to_differentiate() -> None:
-    form = differentiate(form_of(layer, (3, 4), (4, 4)), (False, False), "form_x")
+    form = differentiate(form_of(layer, (3, 4), (4, 4)), (False, False), "form_x", NO_TOKENS)
     assert form.backward is None
     assert form.differentiable == (False,)
 
@@ -166,7 +168,7 @@ def test_random_forms(chain: list[tuple[str, int, int]], flags: tuple[bool, bool
 
     shapes = ((4, 4), (4, 4))
     form = form_of(function, *shapes)
-    new = differentiate(form, flags, "form_x")
+    new = differentiate(form, flags, "form_x", NO_TOKENS)
     if any(flags) and any(new.differentiable):
         check(new, function, flags, tensors(*shapes))
     program = programs.bare("mlp")

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from oomc import meta, private
+from oomc.dim_rules import analyse
 from oomc.dims import TokenSymbols
 from oomc.extract import describe, external_inputs, extract, structure_text
 from oomc.fxutil import insert_call
@@ -32,7 +33,7 @@ def form_of(
     nodes = build(graph, x, w)
     graph.output((nodes[-1],))
     workset = Workset(f"{prefix}/0", 0, nodes, outputs=[nodes[-1]])
-    return extract(workset, {w}, TokenSymbols(None, None)), workset
+    return extract(workset, {w}, analyse(graph, TokenSymbols(None, None))), workset
 
 
 def scaled(scale: float) -> Build:
@@ -68,9 +69,11 @@ def test_what_the_computation_depends_on_matters(build: Build, change: dict[str,
 
 def test_whether_a_workset_runs_in_chunks_matters() -> None:
     form, _ = form_of(scaled(2.0))
-    text = structure_text(form)
-    form.chunk = True
-    assert structure_text(form) != text
+    texts = [structure_text(form)]
+    for chunk in ("rows", "tokens"):
+        form.chunk = chunk  # type: ignore[assignment]
+        assert structure_text(form) not in texts
+        texts.append(structure_text(form))
 
 
 def test_inputs_come_in_order_of_first_use_with_their_roles() -> None:

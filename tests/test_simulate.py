@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from oomc import meta, private, steps
-from oomc.dims import TokenSymbols
+from oomc.dims import Layout, TokenSymbols
 from oomc.fxutil import insert_call
 from oomc.plan import Plan
 from oomc.program import InputSpec, Program
@@ -25,15 +25,23 @@ MODE = private.fake_mode(symbolic=False)
 
 
 def form(name: str, build: Callable[[fx.Graph, fx.Node], tuple[fx.Node, ...]], chunk: bool = False) -> Form:
-    """A form with one input of N bytes, [4, 8, 8]."""
+    """A form with one input of N bytes, [4, 8, 8], and, if it runs in chunks, the sizes of the whole."""
     graph = fx.Graph()
+    sizes = [graph.placeholder(name) for name in "BS"] if chunk else []
+    for node, size in zip(sizes, (4, 8), strict=False):
+        meta.set_value(node, size)
     x = graph.placeholder("x")
     with MODE:
         meta.set_value(x, torch.empty(4, 8, 8))
-    graph.output(build(graph, x))
+    results = build(graph, x)
+    graph.output(results)
     module = fx.GraphModule(nn.Module(), graph)
-    axes = (0, 1) if chunk else (None, None)
-    return Form(name, module, (FormInput("value", axes=axes),), chunk, (False,), (axes,), forward=module)
+    layout: Layout = (("B",), ("S",), (8,)) if chunk else ()
+    inputs = (*(FormInput("size", formula=n.name) for n in sizes), FormInput("value", layout=layout))
+    count = len(results)
+    return Form(
+        name, module, inputs, "tokens" if chunk else "", (False,) * count, (layout,) * count, forward=module
+    )  # fmt: skip
 
 
 def double(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, ...]:
@@ -80,7 +88,7 @@ class Hand:
     def run(self, name: str, x: fx.Node, parts: int = 1, chunk: tuple[int, int] | None = None) -> Any:
         """Run a form; its results."""
         word = steps.run if chunk is None else steps.run_chunks
-        args = (name, "forward", x) if chunk is None else (name, "forward", chunk, x)
+        args = (name, "forward", x) if chunk is None else (name, "forward", chunk, 4, 8, x)
         run = self.graph.call_function(word, (self.rt, *args))
         results = [self.graph.call_function(operator.getitem, (run, i)) for i in range(parts)]
         for part in results:

@@ -20,6 +20,7 @@ from oomc.plan import Updates
 from oomc.program import Program
 from oomc.simulate import project
 from oomc.verify import verify_program
+from oomc.worksets import Chunk, Workset
 from tests import programs
 
 aten = torch.ops.aten
@@ -93,20 +94,20 @@ def broken(program: Program, *expected: str, after: str = "schedule") -> str:
 @pytest.mark.parametrize("kind", ["topk", "tied", "mlp"])
 def test_every_stage_is_sound(kind: str) -> None:
     bare = programs.bare(kind)
-    for candidate in (CANDIDATES[0], CANDIDATES[-1]):
+    for candidate in (CANDIDATES[0][0], CANDIDATES[0][-1], CANDIDATES[-1][-1]):
         for accumulate in (False, True):
             choose = ChooseResidency(programs.SIZES, candidate=candidate, accumulate=accumulate)
             pipeline.with_plan(bare, choose, verify=True)
 
 
 def test_the_listing_shows_the_line_its_fault_and_the_users_line(step: Program) -> None:
-    node = runs(step, "layers.1/2", "forward")
+    node = runs(step, "layers.1/3", "forward")
     set_arg(node, 1, "form_of_nothing")
     text = broken(step)
     assert text.startswith("after schedule: 1 fault\n")
     marked = [line for line in text.splitlines() if line.startswith(">")]
     assert len(marked) == 1
-    assert f"%{node.name} = run('form_of_nothing'" in marked[0]
+    assert f"%{node.name} = run_chunks('form_of_nothing'" in marked[0]
     assert "  ^ there is no form 'form_of_nothing' with variant 'forward'\n" in text
     assert "    in the model: return x + y\n" in text
 
@@ -414,7 +415,7 @@ def test_missing_offload(step: Program) -> None:
     offload = call(step, steps.offload, "layers.0")
     for node in (call(step, steps.update, "layers.0"), call(step, steps.retire, offload), offload):
         step.graph.erase_node(node)
-    broken(step, "the gradient of layers.0.up from layers.0/2 is never offloaded")
+    broken(step, "the gradient of layers.0.up from layers.0/3 is never offloaded")
 
 
 def test_gradient_left_out_of_an_offload(step: Program) -> None:
@@ -441,7 +442,7 @@ def test_missing_add(step: Program) -> None:
 def test_gradient_counted_twice(step: Program) -> None:
     add = call(step, steps.add)
     add.args = (add.args[0], add.args[0])
-    broken(step, "has the contribution of layers.1/2 twice")
+    broken(step, "has the contribution of layers.1/3 twice")
 
 
 def test_backward_from_what_is_not_the_loss(step: Program) -> None:
@@ -489,7 +490,7 @@ def test_labels_that_are_counted_again(step: Program) -> None:
     count = call(step, steps.count)
     part: Any = count.args[1]
     with step.graph.inserting_before(count):
-        again = step.graph.call_function(steps.run, part.args[0].args)
+        again = step.graph.call_function(part.args[0].target, part.args[0].args)
         copy_of_part = step.graph.call_function(operator.getitem, (again, part.args[1]))
     for new, old in ((again, part.args[0]), (copy_of_part, part)):
         meta.set_value(new, meta.value(old))
@@ -503,46 +504,46 @@ def test_labels_that_are_counted_again(step: Program) -> None:
 
 
 def test_recomputed_top_k(step: Program) -> None:
-    backward = runs(step, "layers.0/2", "backward")
-    forward = runs(step, "layers.0/2", "forward")
+    backward = runs(step, "layers.0/3", "backward")
+    forward = runs(step, "layers.0/3", "forward")
     position = saved_args(backward)[0]
     saved = backward.args[position]
     with step.graph.inserting_before(backward):
-        again = step.graph.call_function(steps.run, forward.args)
+        again = step.graph.call_function(steps.run_chunks, forward.args)
         part = step.graph.call_function(operator.getitem, (again, saved.args[1]))  # type: ignore[union-attr]
     meta.set_note(again, replace(meta.note(forward), phase="forward"))
     for new, old in ((again, forward), (part, saved)):
         meta.set_value(new, meta.value(old))  # type: ignore[arg-type]
     backward.replace_input_with(saved, part)  # type: ignore[arg-type]
-    broken(step, "layers.0/2 runs forward 2 times, not 1")
+    broken(step, "layers.0/3 runs forward 2 times, not 1")
 
 
 def test_saved_value_from_a_recompute(step: Program) -> None:
     """The recompute has no such result: what is never recomputed is an input of it."""
-    backward = runs(step, "layers.1/2", "backward")
+    backward = runs(step, "layers.1/3", "backward")
     rerun = runs(step, "layers.1/1", "recompute")
     position = saved_args(backward)[0]
     with step.graph.inserting_after(rerun):
         part = step.graph.call_function(operator.getitem, (rerun, 0))
     meta.set_note(part, meta.note(rerun))
     set_arg(backward, position, part)
-    broken(step, "must be given saved value 0 of layers.1/2", "what is never recomputed comes from the first forward")
+    broken(step, "must be given saved value 0 of layers.1/3", "what is never recomputed comes from the first forward")
 
 
 def test_saved_values_of_another_layer(step: Program) -> None:
-    backward, other = runs(step, "layers.0/2", "backward"), runs(step, "layers.1/2", "backward")
+    backward, other = runs(step, "layers.0/3", "backward"), runs(step, "layers.1/3", "backward")
     for position in saved_args(backward):
         set_arg(backward, position, other.args[position])
-    broken(step, "must be given saved value 0 of layers.0/2, and is given saved value 0 of layers.1/2")
+    broken(step, "must be given saved value 0 of layers.0/3, and is given saved value 0 of layers.1/3")
 
 
 def test_saved_values_in_another_order(step: Program) -> None:
-    backward = runs(step, "layers.0/2", "backward")
+    backward = runs(step, "layers.0/3", "backward")
     first, second, *_ = saved_args(backward)
     a, b = backward.args[first], backward.args[second]
     set_arg(backward, first, b)
     set_arg(backward, second, a)
-    broken(step, "must be given saved value 0 of layers.0/2, and is given saved value 1 of layers.0/2")
+    broken(step, "must be given saved value 0 of layers.0/3, and is given saved value 1 of layers.0/3")
 
 
 def test_dropout_state_of_another_block(step: Program) -> None:
@@ -589,7 +590,7 @@ def test_wrong_variant_and_arity(step: Program) -> None:
 
 def test_swapped_sizes(step: Program) -> None:
     node = runs(step, "layers.0/0", "forward")
-    set_arg(node, 3, node.args[4])
+    set_arg(node, 4, node.args[5])
     broken(step, "must be given size B, and is given size S")
 
 
@@ -771,11 +772,44 @@ def test_broken_worksets(change: Break, text: str) -> None:
     broken(program, text, after="partition_worksets")
 
 
-def test_chunks_of_what_mixes_tokens() -> None:
+def in_tiles(program: Program, name: str, chunk: Chunk) -> Workset:
+    """A workset that is said to run in chunks."""
+    workset = next(w for b in program.blocks for w in b.worksets if w.name == name)
+    workset.chunk = program.forms[workset.form].chunk = chunk
+    return workset
+
+
+def chunks_of_attention(program: Program) -> None:
+    in_tiles(program, "layers.0/1", "tokens")
+
+
+def chunks_of_an_unknown_op(program: Program) -> None:
+    in_tiles(program, "layers.0/2", "rows")
+
+
+def chunks_that_use_their_sum(program: Program) -> None:
+    workset = in_tiles(program, "epilogue/0", "tokens")
+    workset.nodes += program.blocks[-1].worksets.pop().nodes
+
+
+def chunks_of_an_expert_order(program: Program) -> None:
+    workset = in_tiles(program, "layers.0/3", "tokens")
+    workset.outputs.append(next(n for n in workset.nodes if n.target is ops.dispatch))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (chunks_of_attention, "layers.0/1 runs in chunks of tokens, and this mixes them"),
+        (chunks_of_an_unknown_op, "layers.0/2 runs in chunks of rows, and this mixes them"),
+        (chunks_that_use_their_sum, "epilogue/0 uses the sum of all its chunks before they have run"),
+        (chunks_of_an_expert_order, "layers.0/3 runs in chunks of tokens, and this cannot be cut"),
+    ],
+)
+def test_chunks_that_would_compute_something_else(change: Break, text: str) -> None:
     program = programs.after("topk", "partition_worksets")
-    for workset in program.blocks[1].worksets:
-        workset.chunk = program.forms[workset.form].chunk = True
-    broken(program, "runs in chunks of tokens, and this mixes tokens", after="partition_worksets")
+    change(program)
+    broken(program, text, after="partition_worksets")
 
 
 def test_broken_forms() -> None:
