@@ -1,7 +1,7 @@
 """insert_recompute: run forward worksets again where the plan says that their results are not kept.
 
 Only reads the plan: every value whose residency is `recompute` and that the backward uses is computed again right
-before its block's backward, from what is kept; results that may not be computed twice are handed in as saved.
+before its first use there, from what is kept; results that may not be computed twice are handed in as saved.
 
 Before:
 
@@ -63,13 +63,10 @@ class _Recompute:
             first.prepend(holder)
             for part in list(holder.users):
                 first.prepend(part)
-        order = {n: i for i, n in enumerate(self.graph.nodes)}
-        with self.graph.inserting_before(first):
-            for value in sorted(needed, key=lambda n: order[n]):
-                self._again(value)
         for node in self.backward:
-            for value in needed:
-                node.replace_input_with(value, self.copies[value])
+            with self.graph.inserting_before(node):
+                for value in [a for a in node.all_input_nodes if a in needed]:
+                    node.replace_input_with(value, self._again(value))
         return True
 
     def _is_recomputed(self, node: fx.Node) -> bool:
