@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oomc.passes.choose_residency import CANDIDATES, CHUNK_TOKENS, Candidate, ChooseResidency
+from oomc.passes.choose_residency import CANDIDATES, CHUNK_TOKENS, LOSS_TOKENS, Candidate, ChooseResidency
 from oomc.plan import Budget
 from oomc.printer import print_program
 from oomc.runtime.compute import tiles
 from tests import programs
 from tests.conftest import Golden
+
+ALL = [candidate for group in CANDIDATES for candidate in group]
 
 
 def test_golden_plan(golden: Golden) -> None:
@@ -50,20 +52,46 @@ def test_what_may_not_be_computed_twice_and_what_others_use_is_kept(kind: str) -
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(1, 64), st.integers(1, 5000), st.sampled_from(CANDIDATES))
+@given(st.integers(1, 64), st.integers(1, 5000), st.sampled_from(ALL))
 def test_chunks_are_no_larger_than_the_candidate_says(batch: int, sequence: int, candidate: Candidate) -> None:
     plan = ChooseResidency((batch, sequence), candidate=candidate)(programs.bare("mlp")).program.plan
     assert plan is not None
-    for rows, columns in plan.chunks.values():
+    assert plan.chunks.keys() == {"prologue/0", "layers.0/0", "layers.1/0", "epilogue/0"}
+    for name, (rows, columns) in plan.chunks.items():
         assert 1 <= rows <= batch
         assert 1 <= columns <= sequence
-        assert rows * columns <= candidate.tokens
-        assert sum((b1 - b0) * (s1 - s0) for b0, b1, s0, s1 in tiles(batch, sequence, (rows, columns))) == (
-            batch * sequence
-        )
+        assert rows * columns <= (min(candidate.tokens, LOSS_TOKENS) if name == "epilogue/0" else candidate.tokens)
+        cover = tiles(batch, sequence, (rows, columns))
+        sizes = [(t.rows.stop - t.rows.start, t.columns.stop - t.columns.start) for t in cover]
+        assert sum(b * s for b, s in sizes) == batch * sequence
+        assert all(1 <= b <= rows and 1 <= s <= columns for b, s in sizes)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.integers(1, 64), st.integers(1, 5000), st.sampled_from(ALL))
+def test_attention_runs_in_whole_batch_rows(batch: int, sequence: int, candidate: Candidate) -> None:
+    plan = ChooseResidency((batch, sequence), candidate=candidate)(programs.bare("plain")).program.plan
+    assert plan is not None
+    for name in ("layers.0/1", "layers.1/1"):
+        rows, columns = plan.chunks[name]
+        assert columns == sequence
+        assert 1 <= rows <= batch
+        assert rows == 1 or rows * columns <= candidate.tokens
 
 
 def test_candidates_become_more_frugal() -> None:
-    assert CANDIDATES[0] == Candidate(CHUNK_TOKENS[0], 1, 1)
-    assert CANDIDATES[-1] == Candidate(CHUNK_TOKENS[-1], 0, 0, stage=False)
-    assert len(set(CANDIDATES)) == len(CANDIDATES)
+    assert CANDIDATES[0][0] == Candidate(CHUNK_TOKENS[0], 1, 1, keep=True)
+    assert CANDIDATES[-1][-1] == Candidate(CHUNK_TOKENS[-1], 0, 0, stage=False)
+    assert len(set(ALL)) == len(ALL)
+    for group in CANDIDATES:
+        assert {replace(c, tokens=0) for c in group} == {replace(group[0], tokens=0)}
+        assert [c.tokens for c in group] == sorted((c.tokens for c in group), reverse=True)
+    assert {c.tokens for c in ALL} == set(CHUNK_TOKENS)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_results_of_attention_are_kept_if_the_candidate_says_so(keep: bool) -> None:
+    plan = ChooseResidency(programs.SIZES, candidate=Candidate(8, 1, 1, keep=keep))(programs.bare("plain")).program.plan
+    assert plan is not None
+    results = [w.outputs[0].name for b in programs.bare("plain").blocks[1:3] for w in b.worksets[1:2]]
+    assert [plan.residency[name] for name in results] == ["keep" if keep else "recompute"] * 2

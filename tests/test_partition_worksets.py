@@ -11,7 +11,6 @@ from torch import Tensor, fx, nn
 
 from oomc import pipeline
 from oomc.capture import Batch, capture
-from oomc.passes.partition_worksets import cut_fences
 from oomc.printer import print_program, print_worksets
 from oomc.program import Program
 from oomc.steps import calc
@@ -63,7 +62,8 @@ def test_equal_layers_share_their_forms() -> None:
     program = programs.after("topk", "partition_worksets")
     first, second = ([w.form for w in b.worksets] for b in program.blocks[1:3])
     assert first == second
-    assert len(first) == 3  # before, at and after attention
+    assert len(first) == 4  # before and at attention, dropout, the rest
+    assert len(programs.after("plain", "partition_worksets").blocks[1].worksets) == 3
 
 
 class Pinned(nn.Module):
@@ -96,13 +96,25 @@ def test_tied_weights_are_one_slab_of_both_blocks() -> None:
     assert shared.users == (0, len(program.blocks) - 1)
 
 
-def test_the_loss_runs_in_chunks_and_nothing_else_does() -> None:
+def test_all_that_keeps_tokens_apart_runs_in_chunks() -> None:
     program = programs.after("topk", "partition_worksets")
-    (chunked,) = [w for w in worksets(program) if w.chunk]
+    layer = ["tokens", "rows", "", "tokens"]
+    assert [w.chunk for w in worksets(program)] == ["tokens", *layer, *layer, "tokens", ""]
+    for workset in worksets(program):
+        assert program.forms[workset.form].chunk == workset.chunk
+
+
+def test_the_head_is_in_the_worksets_of_the_loss_and_sums_it() -> None:
+    program = programs.after("topk", "partition_worksets")
+    chunked = program.blocks[-1].worksets[0]
     names = [str(n.target) for n in chunked.nodes]
     assert "aten.cross_entropy_loss.default" in names
     assert "aten.linear.default" in names
-    assert program.forms[chunked.form].reduced == (True,)
+    form = program.forms[chunked.form]
+    assert form.reduced == (True, True)  # the loss, and the number of valid labels
+    assert form.output_layouts == ((), ())
+    values = [i.layout for i in form.inputs if i.role == "value"]
+    assert values == [(("B",), ("S",), (8,)), (("B",), ("S",))]  # the hidden states and the labels
 
 
 def test_without_layers_the_top_modules_are_blocks() -> None:
@@ -121,13 +133,14 @@ def test_without_layers_the_top_modules_are_blocks() -> None:
     torch.testing.assert_close(run_worksets(program, model, {"ids": ids}), model(ids))
 
 
-def test_fences_are_alone() -> None:
+def test_fences_are_alone_and_named() -> None:
     program = programs.after("topk", "partition_worksets")
-    block = program.blocks[1]
-    nodes = [n for w in block.worksets for n in w.nodes]
-    again = cut_fences(sorted(nodes, key=list(program.forward.graph.nodes).index))
-    assert [set(w.nodes) for w in block.worksets] == [set(part) for part in again]
-    assert {"attention" in str(n.target) or "getitem" in str(n.target) for n in block.worksets[1].nodes} == {True}
+    before, attention, dropout, after = program.blocks[1].worksets
+    assert {"attention" in str(n.target) or "getitem" in str(n.target) for n in attention.nodes} == {True}
+    assert [str(n.target) for n in dropout.nodes] == ["aten.select.int", "oomc.dropout.default"]
+    assert attention.fences == ("oomc.attention: mixes positions",)
+    assert dropout.fences == ("oomc.dropout: no rule says what it does to tokens",)
+    assert before.fences == after.fences == ()
 
 
 def test_text_is_the_same_each_time() -> None:

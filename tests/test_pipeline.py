@@ -62,7 +62,10 @@ def test_without_a_limit_the_first_candidate_is_taken() -> None:
         programs.bare("mlp"), programs.profiler("mlp"), programs.SIZES, None, Budget()
     )
     assert program.plan is not None
-    assert program.plan.prefetch == CANDIDATES[0].prefetch
+    first = ChooseResidency(programs.SIZES, candidate=CANDIDATES[0][0])
+    assert program.plan.prefetch == CANDIDATES[0][0].prefetch
+    assert program.plan.chunks == first.chunks(program)
+    assert set(program.plan.chunks.values()) == {programs.SIZES}
     assert projection == project(program, programs.profiler("mlp"))
 
 
