@@ -1,17 +1,26 @@
 """The attention kernels of torch's CUDA build, behind three functions.
 
+The backward kernels sum the gradient of q in fp32, in memory of their own. So that this does not grow with the batch
+and the context, a call is made for so many batch rows and heads at once as keep it small.
+
 Everything here uses private operators of ATen; tests/test_attention.py checks that their schemas are the ones written
 for, so that a new torch fails there and not in a training run. Both take grouped KV heads as they are.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from oomc.opdef import largest
+from oomc.private import FakeTensor
+
+WORKSPACE_BYTES = 512 << 20
+"""Most that one call takes for the fp32 sum of the gradient of q."""
 Kernel = Literal["cudnn", "flash", "tiled"]
 _aten = torch.ops.aten
 
@@ -51,10 +60,113 @@ def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+@dataclass(frozen=True)
+class Part:
+    """Batch rows, query heads and the KV heads that they share, of one call."""
+
+    batch: slice
+    heads: slice
+    kv_heads: slice
+
+    def queries(self, x: Tensor) -> Tensor:
+        """[B, Hq, ...] as a view of the part."""
+        return _cut(x, self.batch, self.heads)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """[B, Hkv, ...] as a view of the part."""
+        return _cut(x, self.batch, self.kv_heads)
+
+
+def _cut(x: Tensor, rows: slice, heads: slice) -> Tensor:
+    return x.narrow(0, rows.start, rows.stop - rows.start).narrow(1, heads.start, heads.stop - heads.start)
+
+
+def parts(q: Tensor, k: Tensor) -> list[Part]:
+    """Cover all batch rows and heads so that an fp32 tensor of a part's queries takes at most WORKSPACE_BYTES.
+
+    One row's one query head is the least there can be.
+    """
+    batch, heads, group = q.shape[0], q.shape[1], q.shape[1] // k.shape[1]
+    most = max(1, WORKSPACE_BYTES // (4 * q.shape[2] * q.shape[3]))  # rows times heads
+    rows = max(1, min(batch, most // heads))
+    if most >= heads:
+        count = heads
+    elif most >= group:
+        count = most // group * group
+    else:
+        count = max(n for n in range(1, most + 1) if group % n == 0)
+    cover = []
+    for b in range(0, batch, rows):
+        for h in range(0, heads, count):
+            end = min(h + count, heads)
+            cover.append(Part(slice(b, min(b + rows, batch)), slice(h, end), slice(h // group, (end - 1) // group + 1)))
+    return cover
+
+
+def _workspace(part: Part, q: Tensor) -> Tensor | None:
+    """What a call allocates out of sight, where memory is what is asked for (on fake tensors)."""
+    x = part.queries(q)
+    return x.new_empty(x.shape, dtype=torch.float32) if isinstance(q, FakeTensor) else None
+
+
+def _heads_of(part: Part) -> int:
+    return part.heads.stop - part.heads.start
+
+
 def forward(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """out [B, Hq, S, Dv] in any strides, lse [B, Hq, S] in fp32."""
+    cover = parts(q, k)
+    if len(cover) == 1:
+        return _forward(kernel, q, k, v, scale, causal, window)
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    for part in largest(cover, _heads_of, of=q):
+        results = _forward(kernel, part.queries(q), part.keys(k), part.keys(v), scale, causal, window)
+        part.queries(out).copy_(results[0])
+        part.queries(lse).copy_(results[1])
+    return out, lse
+
+
+def backward(
+    kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
+    causal: bool, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv in the shapes of q, k, v and any strides, from what `forward` returned.
+
+    The gradients of a KV head whose query heads are in several parts are summed in fp32.
+    """
+    cover, group = parts(q, k), q.shape[1] // k.shape[1]
+    if len(cover) == 1:
+        workspace = _workspace(cover[0], q)
+        gradients = _backward(kernel, dout, q, k, v, out, lse, scale, causal, window)
+        del workspace
+        return gradients
+    dq, dk, dv = (x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in (q, k, v))
+    sums: list[Tensor] = []
+    for part in largest(cover, _heads_of, of=q):
+        workspace = _workspace(part, q)
+        dq_part, *others = _backward(
+            kernel, part.queries(dout), part.queries(q), part.keys(k), part.keys(v), part.queries(out),
+            part.queries(lse), scale, causal, window,
+        )  # fmt: skip
+        del workspace
+        part.queries(dq).copy_(dq_part)
+        if part.heads.start % group == 0:
+            sums = [x.float() for x in others] if _heads_of(part) < group else others
+        else:
+            for total, other in zip(sums, others, strict=True):
+                total.add_(other)
+        if part.heads.stop % group == 0:
+            part.keys(dk).copy_(sums[0])
+            part.keys(dv).copy_(sums[1])
+    return dq, dk, dv
+
+
+def _forward(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None
+) -> tuple[Tensor, Tensor]:
     if kernel == "cudnn":
         q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
@@ -68,7 +180,7 @@ def forward(
     return out.narrow(-1, 0, v.shape[3]).transpose(1, 2), lse
 
 
-def backward(
+def _backward(
     kernel: Kernel,
     dout: Tensor,
     q: Tensor,
@@ -80,7 +192,6 @@ def backward(
     causal: bool,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the shapes of q, k, v and any strides, from what `forward` returned."""
     if kernel == "cudnn":
         q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
         # cuDNN wants the gradient in the layout of the output.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from oomc import attention as module
 from oomc import attention_kernels as kernels
-from oomc.attention import attention
+from oomc.attention import attention, attention_backward
 from oomc.errors import UnsupportedError
 from oomc.opdef import BODIES
 
@@ -239,3 +239,35 @@ def test_cuda(name: str, dtype: torch.dtype) -> None:
     assert got[0].transpose(1, 2).is_contiguous()
     for a, b, ref in zip(got, eager, want, strict=True):
         assert _distance(a, ref) <= 1.5 * _distance(b, ref)
+
+
+@pytest.mark.parametrize("bytes_a_call", [1, 4 * 9 * 8, 4 * 9 * 8 * 2, 4 * 9 * 8 * 4, 4 * 9 * 8 * 12, 1 << 30])
+def test_calls_for_some_heads_give_what_one_call_gives(monkeypatch: pytest.MonkeyPatch, bytes_a_call: int) -> None:
+    """The loop over batch rows and heads around a library's kernel, with plain torch in the kernel's place."""
+    calls = []
+
+    def forward(kernel: str, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None) -> Any:
+        calls.append(q.shape[0] * q.shape[1])
+        return tuple(attention(q, k, v, None, None, scale, causal, window, 0.0))
+
+    def backward(
+        kernel: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+    ) -> Any:
+        return attention_backward(dout, q, k, v, out, lse, None, None, *options, 0.0)[:3]
+
+    monkeypatch.setattr(kernels, "_forward", forward)
+    monkeypatch.setattr(kernels, "_backward", backward)
+    monkeypatch.setattr(kernels, "WORKSPACE_BYTES", bytes_a_call)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, h, 9, 8, dtype=torch.float64) for h in (8, 2, 2))
+    dout = torch.randn(3, 8, 9, 8, dtype=torch.float64)
+    out, lse = kernels.forward("flash", q, k, v, 0.3, True, None)
+    wanted = attention(q, k, v, None, None, 0.3, True, None, 0.0)
+    torch.testing.assert_close(out, wanted[0])
+    torch.testing.assert_close(lse.double(), wanted[1], atol=1e-6, rtol=1e-6)
+    gradients = kernels.backward("flash", dout, q, k, v, wanted[0], wanted[1], 0.3, True, None)
+    expected = attention_backward(dout, q, k, v, *wanted, None, None, 0.3, True, None, 0.0)[:3]
+    for found, one in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(found, one, atol=1e-6, rtol=1e-6)  # sums of heads are in fp32
+    assert sum(calls) == 3 * 8
+    assert max(calls) <= max(1, bytes_a_call // (4 * 9 * 8))
