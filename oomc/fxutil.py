@@ -63,3 +63,16 @@ def erase_dead(graph: fx.Graph) -> bool:
         graph.erase_node(node)
         changed = True
     return changed
+
+
+def rough_bytes(val: Any, size: int = 16) -> int:
+    """Bytes of what stands for a tensor or a tuple of them, where every symbol is `size`: to compare, not to plan."""
+    total = 0
+    for tensor in val if isinstance(val, tuple | list) else [val]:
+        if isinstance(tensor, torch.Tensor):
+            count = tensor.element_size()
+            for each in tensor.shape:
+                expr = private.expression(each)
+                count *= expr if isinstance(expr, int) else int(expr.subs(dict.fromkeys(expr.free_symbols, size)))
+            total += count
+    return total

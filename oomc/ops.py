@@ -26,6 +26,7 @@ from oomc.opdef import BODIES, NAMESPACE, Body
 __all__ = [
     "BODIES",
     "FENCES",
+    "MIXERS",
     "NEVER_RECOMPUTE",
     "Body",
     "attention",
@@ -45,7 +46,8 @@ __all__ = [
     "route",
 ]
 
-FENCES: frozenset[OpOverload] = frozenset({attention, attention_backward, gated_delta_rule, gated_delta_rule_backward})
+MIXERS: frozenset[OpOverload] = frozenset({attention, gated_delta_rule})
+FENCES: frozenset[OpOverload] = MIXERS | {attention_backward, gated_delta_rule_backward}
 """Operators that mix the tokens of a sequence. Batch rows stay independent."""
 
 

@@ -29,7 +29,7 @@ from torch import fx
 from oomc import meta, ops, private
 from oomc.dims import TokenSymbols, name_of
 from oomc.errors import CaptureError
-from oomc.fxutil import fake_mode_of, insert_call
+from oomc.fxutil import fake_mode_of, insert_call, rough_bytes
 from oomc.program import PassResult, Program
 from oomc.worksets import Form, FormInput
 
@@ -127,7 +127,8 @@ def _cut(
         return (is_never_recomputed(node) or node in routed) and isinstance(meta.value(node), torch.Tensor)
 
     given = {n for n in outputs if isinstance(n, fx.Node) and _is_fence_result(n)}
-    saved = [n for n in traced.graph.nodes if keep(n) and n not in given]
+    small = {n for n in traced.graph.nodes if _is_small_result(n)} - given
+    saved = [n for n in traced.graph.nodes if (keep(n) or n in small) and n not in given]
     reached = closure([g for g in gradients if g is not None], {*saved, *given}) | closure(outputs, set(saved))
     saved = [n for n in saved if n in reached]
     inputs = tuple(replace(i, requires_grad=f) for i, f in zip(form.inputs, flags, strict=True))
@@ -179,6 +180,16 @@ def _follows_a_choice(node: fx.Node) -> bool:
     while name_of(node) in ("view", "reshape", "_to_copy", "expand", "clone", "slice", "unsqueeze", "squeeze"):
         node = node.args[0]  # type: ignore[assignment]
     return is_never_recomputed(node)
+
+
+def _is_small_result(node: fx.Node) -> bool:
+    """Whether this is a result of attention or its like that is smaller than the first: saved, so that the backward
+    need not compute them all again."""
+    if name_of(node) != "getitem" or node.args[1] == 0:
+        return False
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    first = meta.value(source)[0]
+    return source.target in ops.MIXERS and rough_bytes(meta.value(node)) <= rough_bytes(first)
 
 
 def _is_fence_result(node: fx.Node) -> bool:

@@ -13,20 +13,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from torch import fx
 
-from oomc import meta, ops, private
+from oomc import meta, ops
 from oomc.dims import TOKENS, Analysis, Token, can_be_cut, name_of, slots_of, tokens_of
-from oomc.fxutil import is_mutating
+from oomc.fxutil import is_mutating, rough_bytes
 from oomc.worksets import Chunk
 
 VIEWS = frozenset({"view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "expand", "flatten", "unflatten",
                    "t", "mT", "detach", "alias", "_unsafe_view", "select", "slice"})  # fmt: skip
-SIZE = 16
-"""Stands for the batch and the sequence size where bytes are compared."""
 ALWAYS = 2**30
 """A capacity that no cut goes through."""
 
@@ -158,7 +155,7 @@ class _Cut:
         edges: dict[tuple[int, int], int] = {}
         for node, i in index.items():
             value = len(nodes) + i
-            edges[i, value] = 0 if self._is_part(node) else _bytes(node)
+            edges[i, value] = 0 if self._is_part(node) else min(rough_bytes(meta.value(node)), ALWAYS // 4096)
             moves = self.analysis.flows[node].sums or node.users.keys() - self.level.keys()
             if moves or any(self.level[u] == level + 1 for u in node.users if u in self.level):
                 edges[source, i] = ALWAYS
@@ -237,17 +234,3 @@ class _Cut:
         if not flow.known:
             return f"{name}: no rule says what it does to tokens"
         return f"{name}: mixes {' and '.join({'B': 'batch rows', 'S': 'positions'}[t] for t in sorted(flow.mixes))}"
-
-
-def _bytes(node: fx.Node) -> int:
-    """Bytes of a value at small sizes."""
-    val = meta.value(node)
-    total = 0
-    for tensor in val if isinstance(val, tuple | list) else [val]:
-        if isinstance(tensor, torch.Tensor):
-            count = tensor.element_size()
-            for size in tensor.shape:
-                expr = private.expression(size)
-                count *= expr if isinstance(expr, int) else int(expr.subs(dict.fromkeys(expr.free_symbols, SIZE)))
-            total += count
-    return min(total, ALWAYS // 4096)
