@@ -14,7 +14,10 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 
+from torch import fx
+
 from oomc import meta, steps
+from oomc.offloadable import is_fence_result, value_bytes, why_not
 from oomc.plan import Budget, Plan, Residency, Updates
 from oomc.program import PassResult, Program
 
@@ -31,6 +34,7 @@ class Candidate:
         hold: blocks whose gradients stay on the device beside those of the one that computes.
         stage: whether the device may update slabs of the host, for which it needs memory.
         resident: slabs that live on the device.
+        offload: whether values between blocks, and what mixing tokens came to, wait on the host for the backward.
     """
 
     tokens: int
@@ -38,6 +42,7 @@ class Candidate:
     hold: int
     stage: bool = True
     resident: tuple[str, ...] = ()
+    offload: bool = False
 
 
 CANDIDATES = tuple(
@@ -45,6 +50,13 @@ CANDIDATES = tuple(
     for prefetch, hold, stage in ((1, 1, True), (1, 1, False), (1, 0, False), (0, 0, False))
     for tokens in CHUNK_TOKENS
 )
+CANDIDATES += tuple(
+    Candidate(tokens, prefetch, hold, stage=False, offload=True)
+    for prefetch, hold in ((1, 1), (0, 0))
+    for tokens in CHUNK_TOKENS
+)
+OFFLOAD_FROM = 64 << 10
+"""Bytes of the smallest value that is worth a copy to the host."""
 
 
 UNLIMITED = Budget()
@@ -117,4 +129,29 @@ class ChooseResidency:
             inside = all(u.block == note.block for u in users)
             never = ":saved." in note.source
             result[note.source] = "recompute" if inside and not never and note.block != last else "keep"
+        if self.candidate.offload:
+            result |= self._offloaded(program, result)
         return result
+
+    def _offloaded(self, program: Program, otherwise: dict[str, Residency]) -> dict[str, Residency]:
+        """Values between blocks, and fences' results, that wait on the host: large ones that are not needed at once.
+
+        What a fence gives beside a large result stays on the device: it would be computed again for it.
+        """
+        assert program.step is not None
+        large: dict[str, fx.Node] = {}
+        small: dict[str, fx.Node] = {}
+        for node in program.step.graph.nodes:
+            note = meta.note(node)
+            if node.target is not operator.getitem or note.phase != "forward" or note.source not in otherwise:
+                continue
+            needed = max(meta.note(user).block for user in node.users)
+            between = needed != note.block and otherwise[note.source] == "keep"
+            if needed + self.candidate.prefetch >= len(program.blocks) - 1:
+                continue  # it would be back by the last block's backward
+            if between or is_fence_result(program, node):
+                leaves = value_bytes(program, node, self.sizes) >= OFFLOAD_FROM and not why_not(program, node)
+                (large if leaves else small)[note.source] = node
+        fences = {node.args[0] for node in large.values() if is_fence_result(program, node)}
+        beside = [name for name, node in small.items() if node.args[0] in fences]
+        return {**dict.fromkeys(large, "offload"), **dict.fromkeys(beside, "keep")}

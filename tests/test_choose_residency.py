@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oomc.passes import choose_residency
 from oomc.passes.choose_residency import CANDIDATES, CHUNK_TOKENS, Candidate, ChooseResidency
-from oomc.plan import Budget
+from oomc.plan import Budget, Residency
 from oomc.printer import print_program
 from oomc.runtime.compute import tiles
 from tests import programs
@@ -63,7 +64,29 @@ def test_chunks_are_no_larger_than_the_candidate_says(batch: int, sequence: int,
         )
 
 
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_large_values_that_are_not_needed_at_once_go_to_the_host(
+    prefetch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`topk`: embedding 768 B, attention's result 768 B and the layer's output 768 B; the choice of experts is less."""
+
+    def residency(offload: bool) -> dict[str, Residency]:
+        choose = ChooseResidency(programs.SIZES, candidate=Candidate(8, prefetch, 1, offload=offload))
+        plan = choose(programs.bare("topk")).program.plan
+        assert plan is not None
+        return plan.residency
+
+    plain = residency(offload=False)
+    assert residency(offload=True) == plain, "all are small"
+    monkeypatch.setattr(choose_residency, "OFFLOAD_FROM", 700)
+    # the second layer's are needed again when the last block's backward has begun, or so soon after it
+    wanted = ["embedding", "getitem_16"] + (["add_4", "getitem_17"] if prefetch == 0 else [])
+    assert residency(offload=True) == plain | dict.fromkeys(wanted, "offload")
+
+
 def test_candidates_become_more_frugal() -> None:
     assert CANDIDATES[0] == Candidate(CHUNK_TOKENS[0], 1, 1)
-    assert CANDIDATES[-1] == Candidate(CHUNK_TOKENS[-1], 0, 0, stage=False)
+    assert CANDIDATES[-1] == Candidate(CHUNK_TOKENS[-1], 0, 0, stage=False, offload=True)
+    offloads = [candidate.offload for candidate in CANDIDATES]
+    assert offloads == sorted(offloads), "values go to the host where nothing else fits"
     assert len(set(CANDIDATES)) == len(CANDIDATES)
