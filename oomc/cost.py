@@ -30,7 +30,6 @@ from oomc.flops import GATHERS, Call, calls, is_view, nbytes
 from oomc.fxutil import values
 from oomc.machine import Machine
 from oomc.program import Program
-from oomc.runtime.compute import tiles
 
 B, S = sympy.symbols("B S", integer=True, positive=True)
 """The batch and the sequence in all expressions."""
@@ -103,6 +102,15 @@ class FormCost:
         return (2 * in_place + count + 8 * elements) / machine.bandwidth + 2 * machine.launch
 
 
+def tile_shapes(sizes: tuple[int, int], chunk: tuple[int, int]) -> list[tuple[tuple[int, int], int]]:
+    """The sizes of the tiles that a batch is run in (oomc.runtime.compute.tiles), and how many there are of each."""
+    sides = []
+    for size, part in zip(sizes, chunk, strict=True):
+        part = min(max(1, part), size)
+        sides.append([(s, n) for s, n in ((part, size // part), (size % part, 1)) if s and n])
+    return [((b, s), m * n) for b, m in sides[0] for s, n in sides[1]]
+
+
 def function(expressions: Sequence[Any]) -> Callable[[int, int], list[float]]:
     """Sympy expressions in `B` and `S` as one fast function."""
     made: Callable[[int, int], list[float]] = sympy.lambdify(
@@ -159,12 +167,10 @@ class Costs:
         return self.known[key]
 
     def _seconds(self, cost: FormCost, sizes: tuple[int, int], chunk: tuple[int, int] | None) -> float:
-        shapes: dict[tuple[int, int], int] = defaultdict(int)
-        for b0, b1, s0, s1 in tiles(*sizes, chunk) if chunk else [(0, sizes[0], 0, sizes[1])]:
-            shapes[b1 - b0, s1 - s0] += 1
-        many = sum(shapes.values()) > 1
+        shapes = tile_shapes(sizes, chunk or sizes)
+        many = sum(count for _, count in shapes) > 1
         total = 0.0
-        for shape, count in shapes.items():
+        for shape, count in shapes:
             one = cost.seconds(*shape, self.machine, EAGER if self.backend == "eager" else 1.0)
             total += count * (one + (cost.chunk_seconds(*shape, self.machine) if many else 0.0))
         return total

@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from oomc import meta
-from oomc.cost import B, Costs, S
+from oomc.cost import B, Costs, S, tile_shapes
 from oomc.machine import default
 from oomc.program import Program
 from oomc.simulate import Profiler
@@ -119,6 +119,19 @@ def test_chunks_cost_their_launches_and_their_sums() -> None:
     assert costs.seconds(form, "backward", (4, 4096), (4, 4096)) == pytest.approx(whole)
     times = [costs.seconds(form, "backward", (4, 4096), (1, n)) for n in (4096, 1024, 256)]
     assert whole < times[0] < times[1] < times[2]
+
+
+@pytest.mark.parametrize(("sizes", "chunk", "wanted"), [
+    ((4, 10), (4, 10), {(4, 10): 1}),
+    ((4, 10), (9, 99), {(4, 10): 1}),
+    ((4, 10), (0, 4), {(1, 4): 8, (1, 2): 4}),
+    ((5, 10), (2, 4), {(2, 4): 4, (2, 2): 2, (1, 4): 2, (1, 2): 1}),
+])  # fmt: skip
+def test_tiles_by_their_shapes(
+    sizes: tuple[int, int], chunk: tuple[int, int], wanted: dict[tuple[int, int], int]
+) -> None:
+    assert dict(tile_shapes(sizes, chunk)) == wanted
+    assert sum(b * s * n for (b, s), n in wanted.items()) == sizes[0] * sizes[1]
 
 
 def test_what_was_measured_is_taken() -> None:
