@@ -225,7 +225,7 @@ def measure_updates(bench: Bench) -> Figures:
                 with pumping(bench, True, False) as pumps:
                     busy = count * pieces / bench.time(update)
                     copies = sum(pump.rate for pump in pumps)
-    piece = torch.zeros(count)
+    piece = torch.zeros(64 << 20)  # larger than any cache
     copied = 2 * piece.nbytes / bench.time(lambda: piece.add_(1.0))
     own = touched + grad * traffic
     together = (busy * own + copies * traffic, rates["host"] * own, copied, rates["device"] * 24.0)
@@ -303,7 +303,7 @@ def measure_attention(bench: Bench) -> Figures:
 
 def measure_device_memory(bench: Bench) -> Figures:
     """A pointwise operator on much memory, and on next to none."""
-    large = torch.zeros((256 if bench.cuda else 32) << 18, device=bench.device)
+    large = torch.zeros((256 if bench.cuda else 128) << 18, device=bench.device)
     out, one = torch.empty_like(large), torch.zeros(1, device=bench.device)
     seconds = bench.time(lambda: torch.add(large, 1.0, out=out))
     return {"bandwidth": 2 * large.nbytes / seconds, "launch": bench.time(lambda: one.add_(1.0), 500)}

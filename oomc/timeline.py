@@ -7,8 +7,8 @@ The compute lane's nodes run in order, each as long as its cost says; fetches ru
 leave and updates run beside them (oomc.contention), and waits, releases and retires join the lanes as the runtime does:
 a wait for weights or gradients stops the compute, and those that the runtime answers on the host also stop it from
 issuing more. A few steps are simulated in sequence, since updates run under the next step's forward; the last one is
-reported. A word that is not known here counts by its lane: its bytes are copied, and a compute word waits for what it
-is given from other lanes.
+reported. Other words (values that wait on the host) count by their lane: their bytes are copied once the compute has
+come to them, and a compute word waits for what it is given from other lanes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Timeline:
         events: of all lanes, by start; updates may end after the step.
         busy: seconds that each lane works.
         exposed: seconds that the compute waits, by reason: `weights` (their copy), `update` (of weights, before their
-            copy or use), `gradients` (that must leave), and names of words that are not known here.
+            copy or use), `gradients` (that must leave), `values` (that leave or come back).
         limits: seconds that the step cannot be faster than, were each resource the only one.
         bound: the resource with the largest limit, or `dependency` where even that is well below the step.
         moved: bytes that each direction of the link moves.
@@ -162,7 +162,7 @@ class _Reader:
         return self.costs.nbytes(meta.value(node), self.sizes)
 
     def _nbytes_of_copy(self, node: fx.Node) -> int:
-        """Bytes that an unknown copy moves: of its own value, else of what it is given, else of a copy before it."""
+        """Bytes that another word's copy moves: of its own value, else of what it is given, else of a copy before."""
         if node not in self.copied:
             given = [n for n in node.all_input_nodes if n.op != "placeholder"]
             tensors = [meta.value(n) for n in given if isinstance(meta.value(n), torch.Tensor)]
@@ -207,7 +207,7 @@ class _Simulation:
         began, busy, moved = 0.0, {}, {}
         for number in range(repeat):
             began, busy, moved = self.compute, dict(self.world.busy), dict(self.world.moved_bytes)
-            self.exposed = {"weights": 0.0, "update": 0.0, "gradients": 0.0}
+            self.exposed = {"weights": 0.0, "update": 0.0, "gradients": 0.0, "values": 0.0}
             self.work = 0.0
             self.events, self.items = [], [] if number < repeat - 1 else list(self._under_way())
             self._step()
@@ -284,7 +284,7 @@ class _Simulation:
         """Let the compute wait until `time`; with `blocks` the thread that issues it waits too."""
         at = max(self.compute, self.issue)
         if time > at:
-            self.exposed[reason] = self.exposed.get(reason, 0.0) + time - at
+            self.exposed[reason] += time - at
         self.compute = max(at, time)
         if blocks:
             self.issue = max(self.issue, time)
@@ -363,8 +363,8 @@ class _Simulation:
             self.tokens[index] = self._put(Copy(lane, name, block, nbytes, ready))
         elif lane == "compute":
             for item in given:
-                self.world.until((item,))
-                self._join(item.end, name.rstrip("_0123456789"))
+                assert isinstance(item, Copy)
+                self._wait_copy(item, "values")
 
     # -- what came out --------------------------------------------------------------------------------------------
 

@@ -137,6 +137,21 @@ def test_accumulated_gradients_leave_and_nothing_is_updated() -> None:
     assert found.moved["d2h"] > 0
 
 
+def test_values_that_wait_on_the_host_leave_and_come_back() -> None:
+    kept, moved = programs.offloaded("plain", ()), programs.offloaded("plain")
+    assert moved.step is not None
+    stored = moved.step.graph.find_nodes(op="call_function", target=steps.store)
+    nbytes = sum(Costs(moved, FAST).nbytes(meta.value(n), programs.SIZES) for n in stored)
+    assert nbytes > 0
+    slow = replace(FAST, d2h=nbytes / 100, d2h_both=nbytes / 100)
+    assert line(kept, slow).exposed["values"] == 0
+    found = line(moved, slow)
+    assert found.moved["h2d"] == bytes_fetched(moved) + nbytes
+    assert found.limits["d2h"] > 100
+    assert found.exposed["values"] > 50
+    assert line(moved).exposed["values"] == pytest.approx(0, abs=1e-6)
+
+
 def stash(rt: Any, value: Any) -> Any:
     raise NotImplementedError
 
@@ -172,7 +187,7 @@ def test_words_that_are_not_known_count_by_their_lane(monkeypatch: pytest.Monkey
         "d2h",
         "h2d",
     ]
-    assert found.exposed["join"] >= 5
+    assert found.exposed["values"] >= 5
     assert found.step_s > plain.step_s + 5
 
 
