@@ -1,4 +1,4 @@
-"""The command line: `oomc train` and `oomc report`."""
+"""The command line: `oomc train`, `oomc report` and `oomc calibrate`."""
 
 from __future__ import annotations
 
@@ -75,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "train":
             train(args)
+        elif args.command == "calibrate":
+            print(calibrated(args.device, args.force))
         else:
             print(read_report(Path(args.path)))
         sys.stdout.flush()
@@ -124,7 +126,19 @@ def make_parser() -> argparse.ArgumentParser:
 
     two = commands.add_parser("report", help="print a saved report")
     two.add_argument("path", help="a report saved as .json or .txt")
+
+    three = commands.add_parser("calibrate", help="measure this machine's rates, which plans are made from")
+    three.add_argument("--device", choices=["cpu", "cuda"], help="default: the GPU if there is one")
+    three.add_argument("--force", action="store_true", help="measure anew what has been measured before")
     return parser
+
+
+def calibrated(device: str | None, force: bool) -> str:
+    """The machine's rates as a table, measured unless they are known, and where they are kept."""
+    from oomc.calibrate import calibrate, describe
+
+    machine, path = calibrate(device or ("cuda" if torch.cuda.is_available() else "cpu"), force=force)
+    return f"{describe(machine)}\n\nkept in {path}; `oomc calibrate --force` measures anew"
 
 
 def positive(text: str) -> int:

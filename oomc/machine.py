@@ -120,6 +120,11 @@ class Machine:
     launch: float = 4e-6
     source: str = "measured"
 
+    @property
+    def on_host(self) -> bool:
+        """Whether the device is the host itself: its stand-in."""
+        return self.copy_traffic > 1.0
+
     def gemm_rate(self, dtype: str, flops: float) -> float:
         """FLOP/s of a dense product of `flops`; a dtype without a table counts as the widest that has one."""
         return _of(self.gemm, dtype).at(flops)
@@ -293,7 +298,11 @@ def _read(path: Path, changed: int) -> Machine:
 
 
 def _current(device: torch.device, path: Path) -> Machine:
-    own = {"device_memory": device_memory(device), "host_memory": host_memory(), "cores": physical_cores()}
+    own: dict[str, Any] = {
+        "device_memory": device_memory(device),
+        "host_memory": host_memory(),
+        "cores": physical_cores(),
+    }
     if path.exists():
         return replace(_read(path, path.stat().st_mtime_ns), **own)
     name = device_name(device)

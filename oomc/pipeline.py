@@ -21,6 +21,7 @@ from oomc.passes.insert_offload import InsertOffload
 from oomc.passes.insert_prefetch import InsertPrefetch
 from oomc.passes.insert_recompute import InsertRecompute
 from oomc.passes.insert_updates import InsertUpdates
+from oomc.passes.insert_value_offload import InsertValueOffload
 from oomc.passes.lower import Lower
 from oomc.passes.partition_worksets import PartitionWorksets
 from oomc.passes.rewrite_attention import RewriteAttention
@@ -46,12 +47,15 @@ MODEL_PASSES: tuple[Pass, ...] = (
 
 def step_passes(choose: ChooseResidency) -> tuple[Pass, ...]:
     """From the bare step graph to the scheduled one: once for a plan."""
-    return (choose, InsertChunks(), InsertRecompute(), InsertOffload(), InsertPrefetch(), InsertUpdates(), Schedule())
+    return (
+        choose, InsertChunks(), InsertRecompute(), InsertValueOffload(), InsertOffload(), InsertPrefetch(),
+        InsertUpdates(), Schedule(),
+    )  # fmt: skip
 
 
 def chosen(plan: Plan) -> ChooseResidency:
     """The choice that made a plan."""
-    return ChooseResidency(plan.sizes, given=replace(plan, slots=()))
+    return ChooseResidency(plan.sizes, given=replace(plan, slots=(), host_slots=()))
 
 
 def run_passes(
@@ -118,8 +122,13 @@ def plan_step(
     if fits(made):
         return made
     least: tuple[Program, Projection] | None = None
+    seen: list[Plan | None] = []
     for group in candidates:
         group = _different(bare, group, sizes)
+        plan = ChooseResidency(sizes, budget, group[-1], accumulate, updates)(replace(bare, plan=None)).program.plan
+        if plan in seen:
+            continue
+        seen.append(plan)
         made = scheduled(group[-1])
         if least is None or made[1].peak < least[1].peak:
             least = made

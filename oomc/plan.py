@@ -14,7 +14,7 @@ from oomc.runtime.update_workers import STAGES, Staging
 from oomc.runtime.updates import Where
 from oomc.worksets import Slab
 
-Residency = Literal["keep", "recompute"]
+Residency = Literal["keep", "recompute", "offload"]
 UNITS = {"": 1, "b": 1} | {
     f"{letter}{kind}": base**power
     for power, letter in enumerate("kmgt", start=1)
@@ -112,9 +112,11 @@ class Plan:
 
     Attributes:
         sizes: the batch and sequence size it is made for.
-        residency: for each value that the backward needs: keep it on the device or recompute it.
+        residency: for each value that the backward needs: keep it on the device, recompute it, or offload it to the
+            host until then.
         chunks: for each chunked workset, its (batch, sequence) rectangle.
-        prefetch: how many slabs are fetched ahead of the one in use.
+        prefetch: how many slabs are fetched ahead of the one in use, and how many blocks ahead of the one that computes
+            values come back from the host; so many blocks do they have to leave.
         hold: how many blocks' gradients may be on the device beside those of the block that computes; those of the
             last ones stay until their updates have read them, under the next step's forward.
         accumulate: gradients are summed and not applied (a micro-batch of a larger step).
@@ -123,6 +125,7 @@ class Plan:
         where: who updates the others.
         update_bytes: device bytes of resident slabs and of what updates on the device need.
         slots: bytes of each device slot for weights, from schedule.
+        host_slots: bytes of each host slot for values, from schedule.
         budget: what the plan was made for.
     """
 
@@ -137,18 +140,25 @@ class Plan:
     where: Where = "host"
     update_bytes: int = 0
     slots: tuple[int, ...] = ()
+    host_slots: tuple[int, ...] = ()
     budget: Budget = Budget()
+
+    @property
+    def host_value_bytes(self) -> int:
+        """Host bytes of values that wait there for the backward."""
+        return sum(self.host_slots)
 
     def describe(self) -> str:
         """One line for reports."""
         chunks = ", ".join(f"{name} in {b}x{s}" for name, (b, s) in self.chunks.items()) or "none"
-        recomputed = sum(r == "recompute" for r in self.residency.values())
+        recomputed, offloaded = (sum(r == kind for r in self.residency.values()) for kind in ("recompute", "offload"))
         where = {"host": "host", "device": "device", "both": "host and device"}[self.where]
         count = len(self.resident)
         state = f"state of {count} slab{'s' * (count != 1)} on device, of the rest" if self.resident else "state"
         return (
             f"batch {self.sizes[0]} x {self.sizes[1]}; {state} on host, updated by {where}"
             f"{' once the norm is known' if self.keep else ''}; {recomputed} values recomputed, "
-            f"{len(self.residency) - recomputed} kept; chunks: {chunks}; prefetch {self.prefetch}; gradients of "
+            f"{len(self.residency) - recomputed - offloaded} kept{f', {offloaded} on the host' if offloaded else ''}; "
+            f"chunks: {chunks}; prefetch {self.prefetch}; gradients of "
             f"{self.hold} block{'s' * (self.hold != 1)} held"
         )

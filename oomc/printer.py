@@ -16,7 +16,7 @@ from oomc.simulate import nbytes
 
 TIERS = {
     steps.weights: "host", steps.device_weights: "device", steps.fetch: "device", steps.wait: "device",
-    steps.offload: "host", steps.update: "host", steps.apply: "host",
+    steps.offload: "host", steps.update: "host", steps.apply: "host", steps.store: "host",
 }  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def print_step(program: Program) -> str:
     assert program.step is not None
     graph = program.step.graph
     position = {n: i for i, n in enumerate(graph.nodes)}
-    retired = {n.args[1]: n for n in graph.nodes if n.target is steps.retire}
+    retired = {n.args[1]: n for n in graph.nodes if n.target in (steps.retire, steps.discard)}
     lines = []
     for node, index in position.items():
         if node.op == "output":

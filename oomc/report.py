@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from oomc import steps
+from oomc.offloadable import value_bytes
 from oomc.plan import format_bytes
 from oomc.program import Program
 from oomc.simulate import Projection
@@ -161,18 +162,21 @@ def _table(rows: list[tuple[str, str, int]]) -> str:
 
 
 def _lanes(program: Program) -> str:
-    assert program.step is not None
+    assert program.step is not None and program.plan is not None
     counts: dict[str, int] = {}
-    copied = 0
+    copied = values = 0
     for node in program.step.graph.nodes:
         lane = steps.LANES.get(node.target, "none") if callable(node.target) else "none"
         if lane != "none":
             counts[lane] = counts.get(lane, 0) + 1
         if node.target is steps.fetch:
             copied += next(s.layout.weight_bytes for s in program.slabs if s.name == node.args[1])
+        elif node.target is steps.store:
+            values += value_bytes(program, node, program.plan.sizes)
     rows = [(lane, counts[lane]) for lane in ("compute", "h2d", "d2h", "host") if lane in counts]
     table = tabulate([(lane, f"{n} nodes") for lane, n in rows], tablefmt="plain")
-    return f"{table}\n{format_bytes(copied)} of weights copied to the device a step"
+    also = f", {format_bytes(values)} of values to the host and back" if values else ""
+    return f"{table}\n{format_bytes(copied)} of weights copied to the device a step{also}"
 
 
 def _last(metrics: dict[str, Any]) -> str:

@@ -235,10 +235,10 @@ class _Walk:
         return -(-count // GRANULE) * GRANULE
 
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
-        """For each node, the values that die with it. Offloaded gradients live until their copy is retired."""
+        """For each node, the values that die with it. What leaves lives until its copy is retired or discarded."""
         position = {n: i for i, n in enumerate(self.graph.nodes)}
         (output,) = self.graph.find_nodes(op="output")
-        retired = {n.args[1]: n for n in self.graph.nodes if n.target is steps.retire}
+        retired = {n.args[1]: n for n in self.graph.nodes if n.target in (steps.retire, steps.discard)}
         retired |= {n: output for n in self.graph.nodes if n.target is steps.offload and n.args[1] in self.carried}
         dead: dict[fx.Node, list[fx.Node]] = {}
         for node in self.graph.nodes:
@@ -258,6 +258,16 @@ class _Walk:
             if node.target is steps.add and node.args[0] in self.specs:
                 self.specs[node] = self.specs[node.args[0]]  # type: ignore[index]
             return size
+        if node.target is steps.restore:
+            size = self._round(nbytes(meta.value(node), lambda s: self.profiler.number(s, self.sizes)))
+            self.bytes[node] = size
+            self.storages[node] = (node,)
+            return size
+        if node.target is steps.restored:
+            restore: Any = node.args[1]
+            self.storages[node] = self.storages[restore]
+            self.specs[node] = self.specs[restore.args[1].args[2]]
+            return 0
         source = node.args[0] if node.args else None
         if isinstance(source, fx.Node) and source in self.parts and "getitem" in str(node.target):
             storage = self.parts[source][node.args[1]]  # type: ignore[index]

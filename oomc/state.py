@@ -72,6 +72,7 @@ class State:
             "working weights": sum(s.layout.weight_bytes for s in host),
             "optimizer state and exact masters": sum(s.layout.state_bytes(self.arrays) for s in host),
             f"gradients kept{', summed in fp32' if self.accumulates else ''}": kept,
+            "values between forward and backward": 0 if program.plan is None else program.plan.host_value_bytes,
             "gradients in flight": BUFFERS_PER_WORKER * max(2, self.workers) * chunk_bytes_of(self.buffer_elements),
         }
 

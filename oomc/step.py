@@ -100,8 +100,8 @@ class Step:
         try:
             scheduled = self._compiler.plan(batch, updates, allowed, taken, accumulate)
             assert scheduled.program.plan is not None
-            if first:
-                state.check_host(bare, scheduled.program.plan.resident)
+            if first or scheduled is not self._current:
+                state.check_host(scheduled.program, scheduled.program.plan.resident)
             self._take_memory(scheduled.program)
         except BaseException:
             state.accumulates &= not first
@@ -165,6 +165,7 @@ class Step:
             buffers=BUFFERS_PER_WORKER * max(2, self._state.workers), workers=self._state.workers, where=plan.where,
             adversary=None if options.chaos is None else Adversary(options.chaos), synchronous=options.synchronous,
             forms=program.forms, compiled=program.compiled, residents=residents, seed=options.seed,
+            host_slot_bytes=plan.host_slots,
         )  # fmt: skip
         self._ender = weakref.finalize(self, _close, self._runtime)
         if self._meter is not None:
@@ -545,10 +546,11 @@ class Step:
 
         loss, tokens, valid_tokens (labels that count; None if unknown), tokens_per_s, step_s (host seconds of the call,
         updates excluded), grad_norm (before clipping; None where it was not asked for), skipped (steps that updated
-        nothing), stall_s (host seconds blocked by weights that were not updated yet, and by gradients that had not
-        left, as a dict), device_peak and device_projected (bytes), host_peak (bytes beyond what the process held before
-        compiling), h2d_bytes and d2h_bytes (weights and gradients), state_bytes (moved by updates on the device),
-        nonfinite (gradient elements), steps, traces, plans, compilations. Reading them waits for the gradient norm.
+        nothing), stall_s (host seconds blocked by weights that were not updated yet, by gradients that had not left,
+        and by values on their way to the host or back, as a dict), device_peak and device_projected (bytes), host_peak
+        (bytes beyond what the process held before compiling), host_value_bytes (planned for values on the host),
+        h2d_bytes and d2h_bytes (weights, values and gradients), state_bytes (moved by updates on the device), nonfinite
+        (gradient elements), steps, traces, plans, compilations. Reading them waits for the gradient norm.
         """
         traces = self._compiler.traces
         if self._current is None or not self._last:
@@ -572,6 +574,7 @@ class Step:
             "device_peak": self._last["device_peak"],
             "device_projected": self.projected,
             "host_peak": max(0, host_bytes() - self._host_start),
+            "host_value_bytes": self.plan.host_value_bytes,
             "h2d_bytes": counts.h2d_bytes,
             "d2h_bytes": counts.d2h_bytes,
             "state_bytes": updated.state_bytes,

@@ -144,14 +144,38 @@ def retire_carried(rt: Any, slab: str) -> None:
     rt.retire_carried(slab)
 
 
+def store(rt: Any, name: str, value: torch.Tensor, slot: int) -> Any:
+    """Begin to copy a value of the forward into a host slot; the copy names it until it is `restored`."""
+    return rt.store(name, value, slot)
+
+
+def discard(rt: Any, copy: Any) -> None:
+    """The compute lane waits until a stored value has left the device, whose memory is then free."""
+    rt.discard(copy)
+
+
+def restore(rt: Any, copy: Any) -> Any:
+    """Begin to copy a stored value back, into new device memory."""
+    return rt.restore(copy)
+
+
+def restored(rt: Any, copy: Any) -> torch.Tensor:
+    """The compute lane waits for a value that comes back; its host slot may be overwritten."""
+    return rt.restored(copy)
+
+
 LANES = {
     size: "none", calc: "none", resident: "none", rng: "compute", weights: "none", gradients: "none",
     await_update: "h2d", device_weights: "compute", fetch: "h2d", wait: "compute", release: "compute", run: "compute",
     run_chunks: "compute", add: "compute", ones_like: "compute", zeros_like: "compute", count: "d2h", offload: "d2h",
-    update: "host", apply: "host", retire: "compute", retire_carried: "compute",
+    update: "host", apply: "host", retire: "compute", retire_carried: "compute", store: "d2h", discard: "compute",
+    restore: "h2d", restored: "compute",
 }  # fmt: skip
 COMPUTE = frozenset({run, run_chunks})
 EFFECTS = frozenset(
-    {gradients, await_update, release, update, apply, retire, retire_carried, count, offload, fetch, device_weights}
-)
+    {
+        gradients, await_update, release, update, apply, retire, retire_carried, count, offload, fetch, device_weights,
+        store, discard, restore,
+    }
+)  # fmt: skip
 """Words that are kept although nothing uses their value."""

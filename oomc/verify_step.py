@@ -20,11 +20,12 @@ from oomc.faults import Faults
 from oomc.program import Program
 from oomc.simulate import Projection
 from oomc.verify_moves import verify_moves
+from oomc.verify_values import verify_values
 from oomc.worksets import Workset
 
 STAGES = (
-    "assemble", "choose_residency", "insert_chunks", "insert_recompute", "insert_offload", "insert_prefetch",
-    "insert_updates", "schedule", "lower",
+    "assemble", "choose_residency", "insert_chunks", "insert_recompute", "insert_value_offload", "insert_offload",
+    "insert_prefetch", "insert_updates", "schedule", "lower",
 )  # fmt: skip
 Identity = tuple[Any, ...]
 Contribution = tuple[str, int]
@@ -40,6 +41,7 @@ def verify_step(program: Program, after: str, faults: Faults) -> None:
     if not faults.found:
         _Data(program, reached, faults).verify()
         verify_moves(program, reached, faults)
+        verify_values(program, reached, faults)
 
 
 def verify_projection(program: Program, projection: Projection, allowed: int, faults: Faults) -> None:
@@ -57,7 +59,10 @@ def verify_words(program: Program, reached: frozenset[str], faults: Faults) -> N
     if len(placeholders) != 1 + len(inputs):
         faults.add(f"{len(placeholders)} placeholders, not the runtime and {len(inputs)} inputs")
     gone = {steps.weights: "insert_prefetch", steps.gradients: "insert_offload"}
-    tokens = {steps.wait: steps.fetch, steps.release: steps.fetch, steps.retire: steps.offload}
+    tokens = {
+        steps.wait: steps.fetch, steps.release: steps.fetch, steps.retire: steps.offload, steps.discard: steps.store,
+        steps.restore: steps.store, steps.restored: steps.restore,
+    }  # fmt: skip
     for node in program.graph.nodes:
         word: Any = node.target
         if node.op in ("placeholder", "output"):
@@ -187,6 +192,8 @@ class _Data:
             return ("dropout state of block", block)
         if word is operator.getitem:
             return self._identify_part(node)
+        if word is steps.restored:
+            return self._known(args[1].args[1].args[2])  # type: ignore[union-attr]
         self._identify_sum(node)
         return (getattr(word, "__name__", str(word)),)
 
@@ -304,9 +311,13 @@ class _Data:
             self.faults.add(f"%{arg} is {_shape(arg)}, and the form takes {_shape(take)}", node)
         if not isinstance(arg, fx.Node) or meta.note(node).phase == "forward" or "insert_recompute" not in self.reached:
             return
-        residency = self.plan.residency if self.plan is not None else {}
-        if got[0] == "value" and meta.note(arg).phase == "forward" and residency.get(got[1]) == "recompute":
+        if self.plan is None or meta.note(arg).phase != "forward" or got[0] not in ("value", "saved value"):
+            return
+        planned = self.plan.residency.get(meta.note(arg).source)
+        if planned == "recompute" and got[0] == "value":
             self.faults.add(f"it uses %{arg} of the forward, which is planned to be recomputed", node)
+        if planned == "offload" and "insert_value_offload" in self.reached:
+            self.faults.add(f"it uses %{arg} of the forward, which is planned to be on the host", node)
 
     # --- gradients
 

@@ -13,9 +13,16 @@ Before and after, the same bare step graph; after, `program.plan` holds for exam
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+<<<<<<< HEAD
 from oomc import meta, ops, steps
+=======
+from torch import fx
+
+from oomc import meta, steps
+from oomc.offloadable import is_fence_result, value_bytes, why_not
+>>>>>>> main
 from oomc.plan import Budget, Plan, Residency, Updates
 from oomc.program import PassResult, Program
 
@@ -35,6 +42,7 @@ class Candidate:
         stage: whether the device may update slabs of the host, for which it needs memory.
         resident: slabs that live on the device.
         keep: whether results of attention and its like stay on the device until the backward.
+        offload: whether values between blocks, and what mixing tokens came to, wait on the host for the backward.
     """
 
     tokens: int
@@ -43,16 +51,22 @@ class Candidate:
     stage: bool = True
     resident: tuple[str, ...] = ()
     keep: bool = False
+    offload: bool = False
 
 
-WAYS = ((1, 1, True, True), (1, 1, True, False), (1, 1, False, True), (1, 1, False, False), (1, 0, False, False),
-        (0, 0, False, False))  # fmt: skip
+_WAYS = (
+    Candidate(0, 1, 1, keep=True), Candidate(0, 1, 1), Candidate(0, 1, 1, stage=False, keep=True),
+    Candidate(0, 1, 1, stage=False), Candidate(0, 1, 1, stage=False, offload=True), Candidate(0, 1, 0, stage=False),
+    Candidate(0, 0, 0, stage=False), Candidate(0, 0, 0, stage=False, offload=True),
+)  # fmt: skip
 CANDIDATES = tuple(
-    tuple(Candidate(tokens, prefetch, hold, stage, keep=keep) for tokens in CHUNK_TOKENS if least <= tokens < most)
+    tuple(replace(way, tokens=tokens) for tokens in CHUNK_TOKENS if least <= tokens < most)
     for least, most in ((2048, 2**31), (128, 2048), (0, 128))
-    for prefetch, hold, stage, keep in WAYS
+    for way in _WAYS
 )
 """Groups that differ in nothing but the size of chunks, large chunks first."""
+OFFLOAD_FROM = 64 << 10
+"""Bytes of the smallest value that is worth a copy to the host."""
 
 
 UNLIMITED = Budget()
@@ -131,6 +145,8 @@ class ChooseResidency:
             inside = all(u.block == note.block for u in users)
             never = ":saved." in note.source or (self.candidate.keep and self._is_fence(program, note.workset))
             result[note.source] = "recompute" if inside and not never and note.block != last else "keep"
+        if self.candidate.offload:
+            result |= self._offloaded(program, result)
         return result
 
     @staticmethod
@@ -138,3 +154,26 @@ class ChooseResidency:
         """Whether attention or its like runs in a workset."""
         nodes = next(w.nodes for b in program.blocks for w in b.worksets if w.name == workset)
         return any(n.target in ops.FENCES for n in nodes)
+
+    def _offloaded(self, program: Program, otherwise: dict[str, Residency]) -> dict[str, Residency]:
+        """Values between blocks, and fences' results, that wait on the host: large ones that are not needed at once.
+
+        What a fence gives beside a large result stays on the device: it would be computed again for it.
+        """
+        assert program.step is not None
+        large: dict[str, fx.Node] = {}
+        small: dict[str, fx.Node] = {}
+        for node in program.step.graph.nodes:
+            note = meta.note(node)
+            if node.target is not operator.getitem or note.phase != "forward" or note.source not in otherwise:
+                continue
+            needed = max(meta.note(user).block for user in node.users)
+            between = needed != note.block and otherwise[note.source] == "keep"
+            if needed + self.candidate.prefetch >= len(program.blocks) - 1:
+                continue  # it would be back by the last block's backward
+            if between or is_fence_result(program, node):
+                leaves = value_bytes(program, node, self.sizes) >= OFFLOAD_FROM and not why_not(program, node)
+                (large if leaves else small)[note.source] = node
+        fences = {node.args[0] for node in large.values() if is_fence_result(program, node)}
+        beside = [name for name, node in small.items() if node.args[0] in fences]
+        return {**dict.fromkeys(large, "offload"), **dict.fromkeys(beside, "keep")}

@@ -2,7 +2,9 @@
 
 Each fetch moves ahead by `plan.prefetch` stretches of use, into a slot that is free by then. The gradients of
 `plan.hold` blocks stay on the device until their updates have read them: those of the last ones into the next step, up
-to the first use of their slab there. The sizes of the slots go into the plan.
+to the first use of their slab there. A value that is offloaded goes from the device where the forward is
+`plan.prefetch` blocks further, and begins to come back where the backward is so many blocks before its use. The sizes
+of the slots go into the plan.
 
 Before (prefetch 1):
 
@@ -25,6 +27,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from oomc import meta, steps
+from oomc.offloadable import value_bytes
 from oomc.plan import Plan
 from oomc.program import PassResult, Program
 
@@ -41,10 +44,12 @@ class Schedule:
         before = [n.name for n in graph.nodes]
         prefetch_ahead(graph, program.plan.prefetch)
         hold_gradients(graph, program.plan)
+        move_values(graph, program.plan.prefetch)
         slots = assign_slots(graph, {s.name: s.layout.weight_bytes for s in program.slabs})
-        program.plan = replace(program.plan, slots=slots)
+        host_slots = assign_host_slots(program)
+        program.plan = replace(program.plan, slots=slots, host_slots=host_slots)
         program.step.recompile()
-        return PassResult(program, bool(slots) or [n.name for n in graph.nodes] != before)
+        return PassResult(program, bool(slots or host_slots) or [n.name for n in graph.nodes] != before)
 
 
 def prefetch_ahead(graph: fx.Graph, depth: int) -> None:
@@ -98,28 +103,69 @@ def _first_uses(graph: fx.Graph) -> dict[str, fx.Node]:
     return uses
 
 
-def assign_slots(graph: fx.Graph, bytes_of: dict[str, int]) -> tuple[int, ...]:
-    """Give every fetch a slot that is free when it begins; returns the slots' sizes in bytes.
+def move_values(graph: fx.Graph, depth: int) -> None:
+    """Give the copies of offloaded values the time that `depth` blocks take, those out and those back."""
+    position = {n: i for i, n in enumerate(graph.nodes)}
+    forward: dict[int, fx.Node] = {}
+    backward: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        if node.target in steps.COMPUTE:
+            note = meta.note(node)
+            (forward if note.phase == "forward" else backward).setdefault(note.block, node)
+    last = max(forward, default=0)
+    for node in graph.find_nodes(op="call_function", target=steps.discard) if depth else ():
+        target = forward[min(meta.note(node).block + depth, last)]
+        if position[target] > position[node]:
+            target.prepend(node)
+    for node in graph.find_nodes(op="call_function", target=steps.restore) if depth else ():
+        wanted = meta.note(node).block + depth
+        target = backward[min((b for b in backward if b >= wanted), default=max(backward))]
+        if position[target] < position[node]:
+            target.prepend(node)
 
-    Best fit in program order: the smallest free slot that is large enough, else the largest free one grown, else a
-    new one.
-    """
-    sizes: list[int] = []
-    free: set[int] = set()
+
+class _Slots:
+    """Best fit in program order: the smallest free slot that is large enough, else the largest free one grown, else a
+    new one."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.free: set[int] = set()
+
+    def take(self, need: int) -> int:
+        """A slot that holds `need` bytes."""
+        enough = [s for s in self.free if self.sizes[s] >= need]
+        if enough:
+            slot = min(enough, key=lambda s: (self.sizes[s], s))
+        elif self.free:
+            slot = max(self.free, key=lambda s: (self.sizes[s], -s))
+            self.sizes[slot] = need
+        else:
+            slot = len(self.sizes)
+            self.sizes.append(need)
+        self.free.discard(slot)
+        return slot
+
+
+def assign_slots(graph: fx.Graph, bytes_of: dict[str, int]) -> tuple[int, ...]:
+    """Give every fetch a slot that is free when it begins; returns the slots' sizes in bytes."""
+    slots = _Slots()
     for node in graph.nodes:
         if node.target is steps.fetch:
-            need = bytes_of[node.args[1]]
-            enough = [s for s in free if sizes[s] >= need]
-            if enough:
-                slot = min(enough, key=lambda s: (sizes[s], s))
-            elif free:
-                slot = max(free, key=lambda s: (sizes[s], -s))
-                sizes[slot] = need
-            else:
-                slot = len(sizes)
-                sizes.append(need)
-            free.discard(slot)
-            node.args = (*node.args[:2], slot)
+            node.args = (*node.args[:2], slots.take(bytes_of[node.args[1]]))
         elif node.target is steps.release:
-            free.add(node.args[1].args[2])
-    return tuple(sizes)
+            slots.free.add(node.args[1].args[2])
+    return tuple(slots.sizes)
+
+
+def assign_host_slots(program: Program) -> tuple[int, ...]:
+    """Give every value that is stored a host slot that is free until it is restored; returns the slots' bytes."""
+    assert program.step is not None and program.plan is not None
+    slots = _Slots()
+    for node in program.step.graph.nodes:
+        if node.target is steps.store:
+            need = value_bytes(program, node.args[2], program.plan.sizes)
+            node.args = (*node.args[:3], slots.take(need))
+        elif node.target is steps.restored:
+            slots.free.add(node.args[1].args[1].args[3])
+    return tuple(slots.sizes)

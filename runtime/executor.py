@@ -9,6 +9,10 @@
     rt.release(f0)                             # the slot may be filled again
     t = rt.offload("layers.0", names, grads, "update")
     rt.wait_gradients(t)                       # the gradients' memory may be reused
+    v = rt.store("h1", h1, slot=0)             # queue the copy of a value into a host slot
+    rt.discard(v)                              # the compute waits for it; the value's memory may be reused
+    r = rt.restore(v)                          # queue the copy back
+    h1 = rt.restored(r)                        # the compute waits for it
     counts = rt.end_step()
 
 All methods are called from one thread, on the stream that computes.
@@ -28,6 +32,7 @@ from oomc.runtime.optim import UpdateRule, compile_rule
 from oomc.runtime.pool import Copying, Pool
 from oomc.runtime.slabs import HostSlab, Slab
 from oomc.runtime.updates import StepCounts, Where
+from oomc.runtime.values import HostValues, StoredValue
 from oomc.runtime.weights import Fetch, WeightBuffers
 
 
@@ -40,6 +45,7 @@ class Runtime:
         slot_bytes: sizes of the device slots for weights.
         rule: the optimizer, or None where nothing is trained.
         groups: parameter group index of each trainable parameter.
+        host_slot_bytes: sizes of the host slots for values.
         chunk_elems, buffer_elems, buffers: sizes of an update's chunks and of the gradient ring (see GradientSink).
         where: who updates slabs on the host.
         workers: host worker threads; None for one a physical core.
@@ -55,6 +61,7 @@ class Runtime:
         rule: UpdateRule | None = None,
         groups: Mapping[str, int] | None = None,
         *,
+        host_slot_bytes: Sequence[int] = (),
         chunk_elems: int = CHUNK_ELEMENTS,
         buffer_elems: int = BUFFER_ELEMENTS,
         buffers: int | None = None,
@@ -72,6 +79,7 @@ class Runtime:
         self._d2h = Lane("d2h", device, adversary, synchronous)
         self._pool = Pool(workers, adversary, synchronous)
         self._buffers = WeightBuffers(slot_bytes, device, self._h2d, adversary)
+        self._values = HostValues(host_slot_bytes, device, self._d2h, self._h2d, adversary)
         self._sink: GradientSink | None = None
         if rule is not None:
             compile_rule(rule)
@@ -93,9 +101,10 @@ class Runtime:
 
     @property
     def host_bytes(self) -> int:
-        """Host bytes taken: slabs with their state and kept gradients, and the gradient ring."""
+        """Host bytes taken: slabs with their state and kept gradients, the gradient ring, and slots for values."""
         ring = self._sink.ring.nbytes if self._sink is not None else 0
-        return ring + sum(slab.host_bytes for slab in self.slabs.values() if isinstance(slab, HostSlab))
+        slabs = sum(slab.host_bytes for slab in self.slabs.values() if isinstance(slab, HostSlab))
+        return ring + sum(self._values.sizes) + slabs
 
     def begin_step(self, hypers: Sequence[Any] = (), *, weighted: bool = False, carried: Collection[str] = ()) -> None:
         """Start a step.
@@ -201,6 +210,27 @@ class Runtime:
         for slab in list(self._leaving):
             self.retire_carried(slab)
 
+    def store(self, name: str, value: torch.Tensor, slot: int) -> StoredValue:
+        """Queue the copy of a value into a free host slot; its device memory is held until `discard`."""
+        copy = self._values.store(name, value, slot)
+        self._counts.d2h_bytes += copy.nbytes
+        return copy
+
+    def discard(self, copy: StoredValue) -> None:
+        """Make the compute wait until a stored value has left the device, and let go of it."""
+        with self._counts.stall("values"):
+            self._values.discard(copy)
+
+    def restore(self, copy: StoredValue) -> StoredValue:
+        """Queue the copy of a stored value into new device memory."""
+        self._counts.h2d_bytes += copy.nbytes
+        return self._values.restore(copy)
+
+    def restored(self, copy: StoredValue) -> torch.Tensor:
+        """Make the compute wait for a value that comes back; its host slot is free."""
+        with self._counts.stall("values"):
+            return self._values.restored(copy)
+
     def update_sum(self, slab_id: str) -> None:
         """Update a slab with what was summed for it in this step."""
         assert self._sink is not None, "there is no optimizer"
@@ -243,6 +273,7 @@ class Runtime:
         self._pool.close()
         self._leaving.clear()
         self._buffers.close()
+        self._values.close()
         for slab in self.slabs.values() if with_slabs else ():
             for countdown in slab.pending():
                 if isinstance(countdown, Copying):  # a checkpoint is still being written

@@ -11,6 +11,7 @@ from oomc.runtime.compute import run_chunks
 from oomc.runtime.executor import Runtime
 from oomc.runtime.gradients import Clipping
 from oomc.runtime.slabs import Slab
+from oomc.runtime.values import HostValues
 from oomc.runtime.weights import WeightBuffers
 
 if TYPE_CHECKING:
@@ -79,6 +80,11 @@ class StepRuntime(Runtime):
         if [slot.nbytes for slot in self._buffers.slots] != list(plan.slots):
             self._buffers.close()
             self._buffers = WeightBuffers(plan.slots, self.device, self._h2d, self._adversary)
+        if self._values.sizes != plan.host_slots:
+            self._h2d.drain()  # the last step's copies may not have arrived yet
+            self._d2h.drain()
+            self._values.close()
+            self._values = HostValues(plan.host_slots, self.device, self._d2h, self._h2d, self._adversary)
 
     def replace_slabs(self, slabs: Sequence[Slab]) -> None:
         """Use other slabs of the same names: they have moved. Nothing may be under way."""
@@ -105,6 +111,7 @@ class StepRuntime(Runtime):
             return True
         self._leaving.clear()
         self._buffers.reset()
+        self._values.reset()
         counts = self._counts
         if counts.updates > 0 or counts.applying or (earlier and counts.offloads > 0):
             return True

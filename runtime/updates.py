@@ -84,14 +84,15 @@ class StepCounts:
     Attributes:
         hypers: snapshots of the parameter groups when the step was called (`rule.hyper(group)`).
         weighted: gradients are summed times the number of valid labels.
-        h2d_bytes, d2h_bytes: bytes of weights and gradients copied each way, counted when the copies are asked for.
+        h2d_bytes, d2h_bytes: bytes of weights, values and gradients copied each way, counted when the copies are asked
+            for.
         state_bytes: bytes of state that updates on the device moved, both ways together.
         nonfinite: gradient elements that were applied and not finite.
         offloads: times that gradients have left for a slab.
         updates: updates of slabs begun.
         applying: whether kept gradients were being taken for updates.
         stalls: seconds for which the thread that issues the compute was blocked, by what it waited for: "weights" that
-            were not issued yet, or "gradients" that had not left.
+            were not issued yet, "gradients" that had not left, or "values" on their way out or back.
         valid: number of valid labels, once it has arrived; None where the loss has no count.
         counted: set when `valid` has arrived.
         grad_norm: norm of the whole gradient before clipping, where it was asked for, once `decided` is set.
@@ -109,7 +110,7 @@ class StepCounts:
         self.offloads = 0
         self.updates = 0
         self.applying = False
-        self.stalls = {"weights": 0.0, "gradients": 0.0}
+        self.stalls = {"weights": 0.0, "gradients": 0.0, "values": 0.0}
         self.valid: float | None = None
         self.grad_norm: float | None = None
         self.skipped = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from oomc import pipeline, steps
+from oomc import meta, pipeline, steps
 from oomc.capture import Batch, capture
+from oomc.offloadable import why_not
 from oomc.passes.choose_residency import Candidate, ChooseResidency
-from oomc.plan import Budget
+from oomc.plan import Budget, Residency
 from oomc.program import Program
 from oomc.runtime.compute import run_chunks
 from oomc.simulate import Profiler
@@ -165,6 +166,31 @@ def _up_to(kind: str, name: str, candidate: Candidate | None, accumulate: bool) 
     return pipeline.run_passes(program, passes[: names.index(name) + 1], verify=True)
 
 
+@cache
+def movable(kind: str) -> tuple[str, ...]:
+    """The values that the backward needs and that may leave."""
+    program = up_to(kind, "choose_residency")
+    assert program.plan is not None
+    found = {meta.note(n).source: n for n in program.graph.nodes if meta.note(n).source in program.plan.residency
+             and meta.note(n).phase == "forward"}  # fmt: skip
+    return tuple(name for name in program.plan.residency if not why_not(program, found[name]))
+
+
+def offloaded(
+    kind: str, names: Collection[str] | None = None, prefetch: int = 1, until: str = "schedule", recompute: bool = False
+) -> Program:
+    """A program in which the named values (None: all that may) are on the host; the others are kept, or as planned."""
+    base = ChooseResidency(SIZES, candidate=Candidate(8, prefetch, 1))(bare(kind)).program.plan
+    assert base is not None
+    choice: dict[str, Residency] = dict(base.residency)
+    if not recompute:
+        choice = dict.fromkeys(base.residency, "keep")
+    choice |= dict.fromkeys(movable(kind) if names is None else names, "offload")
+    passes = pipeline.step_passes(pipeline.chosen(replace(base, residency=choice)))
+    end = [p.name for p in passes].index(until)
+    return pipeline.run_passes(bare(kind), passes[: end + 1], verify=until == "schedule")
+
+
 def with_own_step(program: Program) -> Program:
     """A copy of the program whose step graph may be changed."""
     assert program.step is not None
@@ -181,7 +207,9 @@ def copied(source: fx.Graph) -> fx.Graph:
     return graph
 
 
-IGNORED = (steps.release, steps.retire, steps.retire_carried, steps.update, steps.apply, steps.await_update)
+IGNORED = (
+    steps.release, steps.retire, steps.retire_carried, steps.update, steps.apply, steps.await_update, steps.discard,
+)  # fmt: skip
 
 
 class _Interpreter(fx.Interpreter):
@@ -216,6 +244,10 @@ class _Interpreter(fx.Interpreter):
             for name, grad in zip(args[2], args[3], strict=True):
                 self.grads[name] = self.grads[name] + grad if name in self.grads else grad
             return None
+        if target is steps.store:
+            return args[2].clone()
+        if target in (steps.restore, steps.restored):
+            return args[1]
         if target in IGNORED:
             return None
         return super().call_function(target, args, kwargs)

@@ -8,6 +8,7 @@ import torch
 
 from oomc import machine
 from oomc.machine import DEFAULTS, Machine, Table, cache_path, current, default, nearest
+from oomc.runtime.pool import physical_cores
 
 
 def test_a_table_is_linear_in_the_logarithm_and_constant_beyond_its_ends() -> None:
@@ -81,7 +82,7 @@ def test_the_current_machine_is_the_measured_one_or_says_that_it_is_not(
     assert path.parent == tmp_path / "oomc" / "machines"
     before = current("cpu")
     assert "not measured yet" in before.source
-    assert before.cores == machine.physical_cores()
+    assert before.cores == physical_cores()
     default("h100").save(path)
     assert current("cpu").h2d == default("h100").h2d
     data = json.loads(path.read_text())

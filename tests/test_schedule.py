@@ -11,7 +11,7 @@ from torch import fx
 
 from oomc import steps
 from oomc.passes.choose_residency import Candidate
-from oomc.passes.schedule import Schedule, assign_slots
+from oomc.passes.schedule import Schedule, assign_host_slots, assign_slots
 from oomc.printer import print_program
 from tests import programs
 from tests.conftest import Golden
@@ -66,6 +66,26 @@ def test_gradients_of_so_many_blocks_are_held(hold: int) -> None:
 def test_nothing_to_schedule() -> None:
     program = programs.up_to("mlp", "insert_recompute")  # no copies yet
     assert not Schedule()(program).modified
+
+
+def test_a_host_slot_is_used_again_once_its_value_is_back() -> None:
+    """Three values of which two are away at once, by hand."""
+    program = programs.up_to("topk", "schedule")
+    assert program.plan is not None
+    graph = program.graph
+    rt = graph.find_nodes(op="placeholder")[0]
+    value = next(n for n in graph.nodes if n.name == "embedding")
+    (output,) = graph.find_nodes(op="output")
+    found = []
+    with graph.inserting_before(output):
+        for start, end in ((0, -1), (1, -1), (-1, 0), (2, -1), (-1, 1), (-1, 2)):
+            if start >= 0:
+                found.append(graph.call_function(steps.store, (rt, f"value{start}", value, -1)))
+            else:
+                restore = graph.call_function(steps.restore, (rt, found[end]))
+                graph.call_function(steps.restored, (rt, restore))
+    assert assign_host_slots(program) == (768, 768)
+    assert [n.args[3] for n in found] == [0, 1, 0]
 
 
 EVENTS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5)), max_size=30)

@@ -175,6 +175,23 @@ def test_gradients_live_until_their_copy_is_retired() -> None:
     assert build(late=True) == 3 * N
 
 
+@pytest.mark.parametrize(("early", "peak"), [(False, 3 * N), (True, 4 * N)])
+def test_a_value_on_the_host_counts_until_its_discard_and_from_its_restore(early: bool, peak: int) -> None:
+    hand = Hand(form("double", double), form("deep", deep))
+    value = hand.run("double", hand.x)
+    store = hand.call(steps.store, hand.rt, "value", value, 0)
+    hand.call(steps.discard, hand.rt, store)
+    x = hand.run("double", hand.x)
+    restore = hand.call(steps.restore, hand.rt, store) if early else None
+    x = hand.run("deep", x)  # its argument, a temporary and the result
+    back = hand.call(steps.restored, hand.rt, restore or hand.call(steps.restore, hand.rt, store))
+    total = hand.call(steps.add, back, x)
+    assert hand.peak(total)[0] == peak
+    live = hand.projection.live
+    assert (live["store"], live["discard"], live["getitem_1"]) == (N, 0, N)
+    assert live[back.name] == 2 * N, "token and value are one"
+
+
 @pytest.mark.parametrize(
     ("chunk", "temporary"), [((4, 8), 2 * N), ((1, 8), N + 2 * GRANULE), ((1, 2), N + 2 * GRANULE)]
 )

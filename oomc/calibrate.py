@@ -1,0 +1,325 @@
+"""Measure the machine that oomc runs on, once, in less than a minute; `oomc.machine.current` finds the result.
+
+Copies are pumped by a thread for each direction, alone, together, and while the optimizer runs; updates go through the
+runtime's own queue, ring and kernels; products and attention are the operators that the worksets use, and their FLOPs
+those that oomc.flops counts. On the CPU stand-in the same is measured on the CPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch._ops import OpOverload
+
+from oomc import ops
+from oomc.flops import calls
+from oomc.limits import device_memory, host_memory
+from oomc.machine import Machine, Table, cache_path, device_name
+from oomc.plan import format_bytes
+from oomc.runtime.adamw import AdamW
+from oomc.runtime.executor import Runtime
+from oomc.runtime.layout import ParamSpec, SlabLayout
+from oomc.runtime.memory import HostMemory
+from oomc.runtime.pool import physical_cores
+from oomc.runtime.slabs import HostSlab
+from oomc.runtime.updates import Where
+from oomc.worksets import dtype_name
+
+SECONDS = 45.0
+"""For all measurements together; compiling the optimizer's kernels and pinning memory come on top."""
+HYPER = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+Figures = dict[str, Any]
+"""Some of Machine's fields."""
+
+
+def calibrate(device: torch.device | str, *, force: bool = False, seconds: float = SECONDS) -> tuple[Machine, Path]:
+    """The machine's measured rates and their file; measured anew if there is none, or with `force`."""
+    device = torch.device(device)
+    path = cache_path(device)
+    if path.exists() and not force:
+        return Machine.load(path), path
+    machine = measure(device, seconds)
+    return machine, machine.save(path)
+
+
+def measure(device: torch.device, seconds: float = SECONDS) -> Machine:
+    """Measure everything in about `seconds`."""
+    bench = Bench(device, seconds)
+    known: Figures = {
+        "name": device_name(device),
+        "device_memory": device_memory(device),
+        "host_memory": host_memory(),
+        "cores": physical_cores(),
+        "copy_traffic": 1.0 if bench.cuda else 2.0,
+        "source": f"measured with torch {torch.__version__}",
+    }
+    for measurement in MEASUREMENTS:
+        known |= measurement(bench)
+    return Machine(**known)
+
+
+def describe(machine: Machine) -> str:
+    """The rates as a table."""
+    rows = [
+        ("host to device", f"{machine.h2d / 1e9:.1f} GB/s", f"{machine.h2d_both / 1e9:.1f} with both directions busy"),
+        ("device to host", f"{machine.d2h / 1e9:.1f} GB/s", f"{machine.d2h_both / 1e9:.1f} with both directions busy"),
+        ("host memory", f"{machine.host_bandwidth / 1e9:.1f} GB/s", "shared by copies and cores"),
+        ("device memory", f"{machine.bandwidth / 1e9:.0f} GB/s", f"{machine.launch * 1e6:.1f} us a kernel"),
+        ("update on the host", f"{machine.update_rate / 1e9:.2f} G/s", "parameters of AdamW, alone"),
+        ("update on the device", f"{machine.streamed_rate / 1e9:.2f} G/s", "with state streamed through"),
+        ("update on both", f"{machine.both_rate / 1e9:.2f} G/s", ""),
+    ]
+    tables = [(f"product, {dtype}", table, "FLOPs") for dtype, table in machine.gemm]
+    tables += [(f"grouped product, {dtype}", table, "rows a group") for dtype, table in machine.grouped]
+    tables += [("attention", machine.attention_forward, "positions")]
+    tables += [("attention's backward", machine.attention_backward, "positions")]
+    for name, table, unit in tables:
+        cells = ", ".join(f"{r / 1e12:.3g} at {s:.3g}" for s, r in zip(table.sizes, table.rates, strict=True))
+        rows.append((name, f"{max(table.rates) / 1e12:.3g} TFLOP/s", f"{cells} {unit}"))
+    title = (
+        f"{machine.name}, {format_bytes(machine.device_memory)}; host of {machine.cores} cores, "
+        f"{format_bytes(machine.host_memory)}; {machine.source}"
+    )
+    return f"{title}\n{tabulate(rows, tablefmt='plain', colalign=('left', 'right', 'left'))}"
+
+
+@dataclass
+class Bench:
+    """Times things on a device, in a share of the time for everything.
+
+    Attributes:
+        seconds: for everything; one timing gets 1/SHARES of it at most, and at least two rounds.
+    """
+
+    device: torch.device
+    seconds: float
+    cuda: bool = field(init=False)
+
+    SHARES = 90
+
+    def __post_init__(self) -> None:
+        self.cuda = self.device.type == "cuda"
+
+    @property
+    def share(self) -> float:
+        """Seconds for one timing."""
+        return self.seconds / self.SHARES
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def time(self, function: Callable[[], Any], inner: int = 1) -> float:
+        """Seconds of a call, of `inner` issued in a row: the median of the faster half of up to 30 rounds.
+
+        The first round warms up. The slower half is left out since other work on the machine only ever adds.
+        """
+        times: list[float] = []
+        deadline = time.perf_counter() + self.share
+        while len(times) < 2 or (len(times) < 30 and time.perf_counter() < deadline):
+            self.synchronize()
+            start = time.perf_counter()
+            for _ in range(inner):
+                function()
+            self.synchronize()
+            times.append((time.perf_counter() - start) / inner)
+        return statistics.median(sorted(times[1:])[: (len(times) + 1) // 2])
+
+    def rate(self, op: OpOverload, args: Sequence[Any]) -> tuple[float, float]:
+        """FLOPs of a call of an operator, and its FLOP/s."""
+        with torch.no_grad():
+            out = op(*args)
+            flops = float(sum(call.flops for call in calls(op, args, {}, out)))
+            return flops, flops / self.time(lambda: op(*args), 4 if self.cuda else 1)
+
+
+class Pump:
+    """Copies in one direction, again and again, on a thread (and stream) of its own; counts them."""
+
+    def __init__(self, bench: Bench, to_device: bool) -> None:
+        nbytes = (128 if bench.cuda else 64) << 20
+        self._memory = HostMemory(nbytes, pin=bench.cuda)
+        host = self._memory.tensor(torch.uint8, (nbytes,))
+        host.zero_()
+        there = torch.zeros(nbytes, dtype=torch.uint8, device=bench.device)
+        self._target, self._source = (there, host) if to_device else (host, there)
+        self._bench, self._nbytes = bench, nbytes
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self.times: list[float] = []
+
+    def _work(self) -> None:
+        stream = torch.cuda.Stream(self._bench.device) if self._bench.cuda else None
+        while not self._stop.is_set():
+            start = time.perf_counter()
+            if stream is None:
+                self._target.copy_(self._source)
+            else:
+                with torch.cuda.stream(stream):
+                    self._target.copy_(self._source, non_blocking=True)
+                stream.synchronize()
+            self.times.append(time.perf_counter() - start)
+
+    @property
+    def rate(self) -> float:
+        """Bytes/s of a copy, in the median over all but the first."""
+        return self._nbytes / statistics.median(self.times[1:] or self.times)
+
+    def __enter__(self) -> Pump:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        del self._target, self._source
+        self._memory.close()
+
+
+@contextmanager
+def pumping(bench: Bench, *to_device: bool) -> Iterator[list[Pump]]:
+    """Pumps in these directions at once."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(Pump(bench, direction)) for direction in to_device]
+
+
+def measure_link(bench: Bench) -> Figures:
+    """Copies in each direction alone and together, and what a small one takes."""
+    found: list[float] = []
+    for directions in ((True,), (False,), (True, False)):
+        with pumping(bench, *directions) as pumps:
+            time.sleep(2 * bench.share)
+        found += [pump.rate for pump in pumps]
+    h2d, d2h, h2d_both, d2h_both = found
+    small = HostMemory(4096, pin=bench.cuda)
+    source, target = small.tensor(torch.uint8, (4096,)), torch.empty(4096, dtype=torch.uint8, device=bench.device)
+    latency = bench.time(lambda: target.copy_(source, non_blocking=True), 200)
+    small.close()
+    return {
+        "h2d": h2d, "d2h": d2h, "h2d_both": min(h2d, h2d_both), "d2h_both": min(d2h, d2h_both), "copy_latency": latency,
+    }  # fmt: skip
+
+
+def measure_updates(bench: Bench) -> Figures:
+    """AdamW's update on the host alone, beside copies both ways, on the device, and on both.
+
+    The most that all of them together have moved through host memory at once is its bandwidth.
+    """
+    count, pieces = (64 << 20, 4) if bench.cuda else (8 << 20, 2)
+    touched, grad, traffic = 26.0, 2.0, 1.0 if bench.cuda else 2.0
+    rates: dict[Where, float] = {}
+    for where in ("host", "device", "both"):
+        with updating(bench, where, count, pieces) as update:
+            rates[where] = count * pieces / bench.time(update)
+            if where == "host":
+                with pumping(bench, True, False) as pumps:
+                    busy = count * pieces / bench.time(update)
+                    copies = sum(pump.rate for pump in pumps)
+    piece = torch.zeros(64 << 20)  # larger than any cache
+    copied = 2 * piece.nbytes / bench.time(lambda: piece.add_(1.0))
+    own = touched + grad * traffic
+    together = (busy * own + copies * traffic, rates["host"] * own, copied, rates["device"] * 24.0)
+    return {
+        "update_rate": rates["host"], "streamed_rate": rates["device"], "both_rate": max(rates.values()),
+        "update_bytes": touched, "host_bandwidth": max(together),
+    }  # fmt: skip
+
+
+@contextmanager
+def updating(bench: Bench, where: Where, count: int, pieces: int) -> Iterator[Callable[[], None]]:
+    """A function that updates `pieces` slabs of `count` bf16 parameters once, from gradients on the device."""
+    slabs = []
+    for index in range(pieces):
+        layout = SlabLayout.build(f"slab{index}", [ParamSpec("w", (count,), torch.bfloat16, True)])
+        slabs.append(HostSlab(layout, pin=bench.cuda, pin_state=bench.cuda))
+        slabs[-1].param("w").zero_()
+    rule = AdamW()
+    hyper = rule.hyper(HYPER)
+    runtime = Runtime(bench.device, slabs, [], rule, {"w": 0}, where=where)
+    gradient = torch.full((count,), 1e-3, dtype=torch.bfloat16, device=bench.device)
+
+    def update() -> None:
+        runtime.begin_step([hyper])
+        tickets = [runtime.offload(slab.name, ["w"], [gradient], "update") for slab in slabs]
+        for ticket in tickets:
+            runtime.wait_gradients(ticket)
+        runtime.synchronize()
+
+    try:
+        yield update
+    finally:
+        runtime.close()
+
+
+def measure_products(bench: Bench) -> Figures:
+    """Dense products over the FLOPs of one, by dtype."""
+    size, rows = (4096, (256, 2048, 16384)) if bench.cuda else (512, (8, 128, 1024))
+    tables = []
+    for dtype in (torch.bfloat16, torch.float32):
+        weight = torch.randn(size, size, device=bench.device).to(dtype)
+        found = [bench.rate(torch.ops.aten.mm.default, (weight.new_ones(n, size), weight)) for n in rows]
+        tables.append((dtype_name(dtype), _table(found)))
+    return {"gemm": tuple(tables)}
+
+
+def measure_grouped(bench: Bench) -> Figures:
+    """Grouped products over the rows of a group: of bf16 on CUDA, of fp32 on the CPU."""
+    groups, size, rows = (32, 2048, (64, 512, 4096)) if bench.cuda else (8, 256, (8, 64, 512))
+    dtype = torch.bfloat16 if bench.cuda else torch.float32
+    weight = torch.randn(groups, size, size, device=bench.device).to(dtype)
+    found = []
+    for n in rows:
+        offsets = torch.arange(1, groups + 1, device=bench.device, dtype=torch.int32) * n
+        _, rate = bench.rate(ops.grouped_mm, (weight.new_ones(groups * n, size), weight, offsets))
+        found.append((float(n), rate))
+    return {"grouped": ((dtype_name(dtype), _table(found)),)}
+
+
+def measure_attention(bench: Bench) -> Figures:
+    """Causal oomc::attention and its backward over lengths, with 4 query heads to a key's."""
+    heads, size, lengths = (16, 128, (1024, 4096, 16384)) if bench.cuda else (4, 64, (128, 512))
+    dtype = torch.bfloat16 if bench.cuda else torch.float32
+    forward, backward = [], []
+    for length in lengths:
+        q = torch.randn(1, heads, length, size, device=bench.device).to(dtype)
+        k = torch.randn(1, heads // 4, length, size, device=bench.device).to(dtype)
+        options = (None, None, size**-0.5, True, None, 0.0)
+        forward.append((float(length), bench.rate(ops.attention, (q, k, k, *options))[1]))
+        out, lse = ops.attention(q, k, k, *options)
+        args = (torch.ones_like(out), q, k, k, out, lse, *options)
+        backward.append((float(length), bench.rate(ops.attention_backward, args)[1]))
+    return {"attention_forward": _table(forward), "attention_backward": _table(backward)}
+
+
+def measure_device_memory(bench: Bench) -> Figures:
+    """A pointwise operator on much memory, and on next to none."""
+    large = torch.zeros((256 if bench.cuda else 128) << 18, device=bench.device)
+    out, one = torch.empty_like(large), torch.zeros(1, device=bench.device)
+    seconds = bench.time(lambda: torch.add(large, 1.0, out=out))
+    return {"bandwidth": 2 * large.nbytes / seconds, "launch": bench.time(lambda: one.add_(1.0), 500)}
+
+
+def _table(found: Sequence[tuple[float, float]]) -> Table:
+    return Table(tuple(size for size, _ in found), tuple(rate for _, rate in found))
+
+
+MEASUREMENTS: tuple[Callable[[Bench], Figures], ...] = (
+    measure_link,
+    measure_updates,
+    measure_products,
+    measure_grouped,
+    measure_attention,
+    measure_device_memory,
+)
+"""Each fills some of Machine's fields. One of collectives, where torch.distributed has several ranks, would stand
+here."""

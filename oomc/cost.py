@@ -1,0 +1,306 @@
+"""What the worksets of a program cost: FLOPs and bytes of every form's graphs, and their time on a machine.
+
+    costs = Costs(program, machine)
+    costs.of("form_b", "forward").flops                  # a sympy expression in B and S
+    costs.seconds("form_b", "backward", (4, 4096))       # roofline of each kernel, and their sum
+
+A kernel takes the longer of its FLOPs at the machine's rate for its size and its bytes at the device's bandwidth, and a
+launch (the roofline model: Williams, Waterman and Patterson 2009). With `backend="eager"` every operator is a kernel,
+and those bound by memory reach EAGER of the bandwidth.
+With `backend="inductor"` pointwise operators, reductions and copies that touch each other are one: only what comes from
+outside of it, and what others or the graph's caller use, passes through memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from oomc import meta, ops, private, steps
+from oomc.dims import TokenSymbols
+from oomc.flops import GATHERS, Call, calls, is_view, nbytes
+from oomc.fxutil import values
+from oomc.machine import Machine
+from oomc.program import Program
+
+B, S = sympy.symbols("B S", integer=True, positive=True)
+"""The batch and the sequence in all expressions."""
+
+EAGER = 0.75
+"""Share of the bandwidth that single operators reach: many of them broadcast, cast or read transposed. Fitted to one
+eager layer of Qwen3-30B-A3B on an H200 (36.9 ms forward and backward of 16K tokens, with flash attention)."""
+
+FUSED = frozenset({
+    "_to_copy", "clone", "cat", "stack", "sum", "mean", "amax", "amin", "any", "all", "var_mean", "_softmax",
+    "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm", "logsumexp",
+    "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "nll_loss_forward", "cumsum",
+    "nll_loss_backward", "slice_backward", "select_backward", "slice_scatter", "select_scatter", "constant_pad_nd",
+    "arange", "full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "new_zeros", "new_ones", "new_full",
+    "scalar_tensor", "embedding", "gather", "index_select", "index", "tril", "triu", "masked_fill",
+})  # fmt: skip
+"""Operators that Inductor fuses, beside the pointwise ones."""
+
+
+@dataclass
+class FormCost:
+    """The cost of one graph of a form, in `B` and `S`.
+
+    Attributes:
+        calls: its kernels.
+        in_place: bytes of results that a loop over chunks writes into the whole.
+        summed: elements of results that it adds up over chunks, with their bytes.
+    """
+
+    calls: list[Call]
+    in_place: Any = 0
+    summed: tuple[Any, Any] = (0, 0)
+    _numbers: Callable[[int, int], list[float]] | None = field(default=None, repr=False)
+
+    @property
+    def flops(self) -> Any:
+        """All FLOPs."""
+        return sympy.sympify(sum(call.flops for call in self.calls))
+
+    @property
+    def bytes(self) -> Any:
+        """All bytes read and written."""
+        return sympy.sympify(sum(call.bytes for call in self.calls))
+
+    def numbers(self, batch: int, sequence: int) -> list[float]:
+        """FLOPs, bytes, size and launches of each call, then in_place and both of `summed`, as one list."""
+        if self._numbers is None:
+            flat = [x for c in self.calls for x in (c.flops, c.bytes, c.size, c.launches)]
+            self._numbers = function([*flat, self.in_place, *self.summed])
+        return self._numbers(batch, sequence)
+
+    def seconds(self, batch: int, sequence: int, machine: Machine, share: float = 1.0) -> float:
+        """Time of running the graph once, where kernels bound by memory reach `share` of the bandwidth."""
+        numbers = self.numbers(batch, sequence)
+        total = 0.0
+        for index, call in enumerate(self.calls):
+            flops, moved, size, launches = numbers[4 * index : 4 * index + 4]
+            work = moved / machine.bandwidth
+            if flops:
+                products = flops / _rate(machine, call, size, flops)
+                work = products + work if _tiled(machine, call) else max(products, work)
+            else:
+                work /= share
+            total += work + launches * machine.launch
+        return total
+
+    def chunk_seconds(self, batch: int, sequence: int, machine: Machine) -> float:
+        """Time of putting one chunk's results into the whole (oomc.runtime.compute.Total)."""
+        in_place, elements, count = self.numbers(batch, sequence)[-3:]
+        return (2 * in_place + count + 8 * elements) / machine.bandwidth + 2 * machine.launch
+
+
+def tile_shapes(sizes: tuple[int, int], chunk: tuple[int, int]) -> list[tuple[tuple[int, int], int]]:
+    """The sizes of the tiles that a batch is run in (oomc.runtime.compute.tiles), and how many there are of each."""
+    sides = []
+    for size, part in zip(sizes, chunk, strict=True):
+        part = min(max(1, part), size)
+        sides.append([(s, n) for s, n in ((part, size // part), (size % part, 1)) if s and n])
+    return [((b, s), m * n) for b, m in sides[0] for s, n in sides[1]]
+
+
+def function(expressions: Sequence[Any]) -> Callable[[int, int], list[float]]:
+    """Sympy expressions in `B` and `S` as one fast function."""
+    made: Callable[[int, int], list[float]] = sympy.lambdify(
+        (B, S), list(expressions), modules=[steps.FUNCTIONS, "math"], cse=True
+    )
+    return made
+
+
+def _tiled(machine: Machine, call: Call) -> bool:
+    """Whether it is attention in tiles on a GPU. On a CPU all attention is, and measured as such."""
+    return call.kind == "tiled" and not machine.on_host
+
+
+def _rate(machine: Machine, call: Call, size: float, flops: float) -> float:
+    if call.kind == "gemm":
+        return machine.gemm_rate(call.dtype, size)
+    if call.kind == "grouped":
+        return machine.grouped_rate(call.dtype, size, flops)
+    if _tiled(machine, call):
+        return machine.gemm_rate("f32", flops)
+    table = machine.attention_backward if call.kind == "attention_backward" else machine.attention_forward
+    return table.at(size)
+
+
+class Costs:
+    """Costs of a program's forms on a machine. Everything is computed once and kept.
+
+    Attributes:
+        known: seconds by (form, variant, sizes, chunk); what was measured on the device may be put here.
+    """
+
+    def __init__(self, program: Program, machine: Machine, backend: str = "eager") -> None:
+        self.program, self.machine, self.backend = program, machine, backend
+        symbols: TokenSymbols = program.notes["symbols"]
+        self._names = {s: n for s, n in ((symbols.batch, B), (symbols.sequence, S)) if s is not None}
+        self._forms: dict[tuple[str, str], FormCost] = {}
+        self._bytes: dict[tuple[Any, ...], Callable[[int, int], list[float]]] = {}
+        self.known: dict[tuple[str, str, tuple[int, int], tuple[int, int] | None], float] = {}
+
+    def of(self, form: str, variant: str) -> FormCost:
+        """The cost of a form's graph: `forward`, `recompute` or `backward`."""
+        key = form, variant
+        if key not in self._forms:
+            module = getattr(self.program.forms[form], variant)
+            assert module is not None, f"{form} has no {variant}"
+            self._forms[key] = self._cost(module.graph)
+        return self._forms[key]
+
+    def seconds(self, form: str, variant: str, sizes: tuple[int, int], chunk: tuple[int, int] | None = None) -> float:
+        """Time of a form's graph on a batch of `sizes` = (batch, sequence), run in `chunk`s if there are any."""
+        key = form, variant, sizes, chunk
+        if key not in self.known:
+            self.known[key] = self._seconds(self.of(form, variant), sizes, chunk)
+        return self.known[key]
+
+    def _seconds(self, cost: FormCost, sizes: tuple[int, int], chunk: tuple[int, int] | None) -> float:
+        shapes = tile_shapes(sizes, chunk or sizes)
+        many = sum(count for _, count in shapes) > 1
+        total = 0.0
+        for shape, count in shapes:
+            one = cost.seconds(*shape, self.machine, EAGER if self.backend == "eager" else 1.0)
+            total += count * (one + (cost.chunk_seconds(*shape, self.machine) if many else 0.0))
+        return total
+
+    def nbytes(self, val: Any, sizes: tuple[int, int]) -> int:
+        """Bytes of the tensors of a (tree of) fake values for a batch of `sizes`."""
+        expr = self.expression(nbytes(val))
+        if isinstance(expr, int):
+            return expr
+        key = (expr,)
+        if key not in self._bytes:
+            self._bytes[key] = function([expr])
+        return int(self._bytes[key](*sizes)[0])
+
+    def expression(self, expr: Any) -> Any:
+        """An expression of the trace in `B` and `S`."""
+        if not isinstance(expr, sympy.Basic):
+            return expr
+        named = expr.xreplace(self._names)
+        assert named.free_symbols <= {B, S}, f"{expr} depends on more than batch and sequence"
+        return named
+
+    def _cost(self, graph: fx.Graph) -> FormCost:
+        found = _fused(graph) if self.backend == "inductor" else _each(graph)
+        merged = _merge(Call(c.kind, c.dtype, *map(self.expression, (c.flops, c.bytes, c.size, c.launches)))
+                        for c in found)  # fmt: skip
+        (output,) = graph.find_nodes(op="output")
+        cost = FormCost(merged)
+        elements: Any = 0
+        count: Any = 0
+        for result in output.args[0]:
+            val = meta.tensor(result) if isinstance(result, fx.Node) else None
+            if val is None:
+                continue
+            size = self.expression(nbytes(val))
+            if isinstance(size, sympy.Basic) and size.free_symbols:
+                cost.in_place = cost.in_place + size
+            else:
+                elements, count = elements + size // val.element_size(), count + size
+        cost.summed = (elements, count)
+        return cost
+
+
+def _merge(found: Iterable[Call]) -> list[Call]:
+    """All that only memory bounds as one call; the others as they are."""
+    moved: Any = 0
+    launches: Any = 0
+    others: list[Call] = []
+    for call in found:
+        if call.kind == "memory":
+            moved, launches = moved + call.bytes, launches + call.launches
+        else:
+            others.append(call)
+    return [*others, Call("memory", "", 0, moved, launches=launches)]
+
+
+def _each(graph: fx.Graph) -> list[Call]:
+    """Every operator's own calls."""
+    found: list[Call] = []
+    for node in graph.nodes:
+        if isinstance(node.target, OpOverload):
+            found += calls(node.target, values(node.args), values(node.kwargs), meta.value(node))
+    return found
+
+
+def _is_fused(node: fx.Node) -> bool:
+    op = node.target
+    if not isinstance(op, OpOverload) or ops.is_oomc(op):
+        return False
+    return torch.Tag.pointwise in op.tags or op._opname in FUSED
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The node whose memory a view or an entry of a tuple is."""
+    while node.args and isinstance(node.args[0], fx.Node) and (node.target is operator.getitem or is_view(node.target)):
+        node = node.args[0]
+    return node
+
+
+def _fused(graph: fx.Graph) -> list[Call]:
+    """Calls with everything that touches and can be fused as one kernel."""
+    nodes = [n for n in graph.nodes if n.op not in ("placeholder", "get_attr") and _base(n) is n]
+    group = {n: n for n in nodes if _is_fused(n)}
+
+    def root(node: fx.Node) -> fx.Node:
+        while group[node] is not node:
+            node = group[node]
+        return node
+
+    found: list[Call] = []
+    written: set[fx.Node] = set()
+    reads: dict[fx.Node, dict[Any, Any]] = defaultdict(dict)
+    for node in nodes:
+        sources = [_base(n) for n in node.all_input_nodes]
+        if node in group:
+            for source in sources:
+                if source in group:
+                    group[root(source)] = root(node)
+            continue
+        written.update(s for s in sources if s in group)
+        if isinstance(node.target, OpOverload):
+            found += calls(node.target, values(node.args), values(node.kwargs), meta.value(node))
+    launches: dict[fx.Node, int] = defaultdict(lambda: 1)
+    for node in group:
+        whole = root(node)
+        assert isinstance(node.target, OpOverload)
+        for source in node.all_input_nodes:
+            base = _base(source)
+            if base in group or meta.is_size(base):
+                continue
+            part = node.target._opname in GATHERS and source is node.args[0]
+            reads[whole][base, part] = nbytes(meta.value(node if part else base))
+        if _sums_tokens(node):  # a pass of its own over its input
+            launches[whole] += 1
+            reads[whole][node, False] = nbytes(values(node.args))
+    for whole in dict.fromkeys(root(n) for n in group):
+        moved = sum(reads[whole].values(), 0)
+        moved = moved + sum((nbytes(meta.value(n)) for n in written if root(n) is whole), 0)
+        found.append(Call("memory", "", 0, moved, launches=launches[whole]))
+    return found
+
+
+def _sums_tokens(node: fx.Node) -> bool:
+    """Whether a reduction takes all tokens together, as the gradient of a norm's weight does."""
+    out, source = meta.tensor(node), node.args[0] if node.args else None
+    if out is None or not isinstance(source, fx.Node) or node.target._opname not in ("sum", "mean"):  # type: ignore[union-attr]
+        return False
+    own, given = (_symbolic(x) for x in (out, meta.tensor(source)))
+    return given and not own
+
+
+def _symbolic(x: torch.Tensor | None) -> bool:
+    return x is not None and any(not isinstance(private.expression(size), int) for size in x.shape)

@@ -1,0 +1,92 @@
+"""Which values may leave the device between forward and backward, and how many bytes each is.
+
+A value may leave if it is a tensor that a forward workset makes in memory of its own: then the memory is free once the
+value is gone. What lies in an argument's memory, or in that of another result, would stay with it.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from oomc import meta, ops, private, steps
+from oomc.program import Program
+from oomc.simulate import Profiler, nbytes
+
+
+def why_not(program: Program, node: fx.Node) -> str:
+    """Why a node of the step graph may not be offloaded; empty if it may."""
+    run = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(run, fx.Node) or run.target not in steps.COMPUTE or run.args[2] != "forward":
+        return "it is no result of a forward workset"
+    if meta.tensor(node) is None:
+        return "it is no tensor"
+    if any(user.op == "output" for user in node.users):
+        return "the step returns it"
+    results = results_of(program, run)
+    own = _memory_of(results[node.args[1]])  # type: ignore[index]
+    if own is None or own.op != "call_function":
+        return "it lies in the memory of one of its workset's arguments"
+    if sum(_memory_of(other) is own for other in results) > 1:
+        return "it shares its memory with another result of its workset"
+    if not is_dense(meta.value(node)):
+        return "its elements do not lie side by side"
+    return ""
+
+
+def is_fence_result(program: Program, node: fx.Node) -> bool:
+    """Whether a result of a forward run is one of attention's, or of another operator that mixes tokens."""
+    run, index = node.args
+    assert isinstance(run, fx.Node) and isinstance(index, int)
+    result = results_of(program, run)[index]
+    source = result.args[0] if result.target is operator.getitem else result
+    return isinstance(source, fx.Node) and source.target in ops.FENCES
+
+
+def results_of(program: Program, run: fx.Node) -> list[Any]:
+    """What the form's graph of a forward run puts out."""
+    forward = program.forms[str(run.args[1])].forward
+    assert forward is not None
+    (output,) = forward.graph.find_nodes(op="output")
+    return list(output.args[0])
+
+
+def value_bytes(program: Program, node: fx.Node, sizes: tuple[int, int]) -> int:
+    """Bytes of a value for a batch of `sizes`."""
+    profiler = Profiler(program)
+    return nbytes(meta.value(node), lambda size: profiler.number(size, sizes))
+
+
+def is_dense(val: torch.Tensor) -> bool:
+    """Whether the elements of a tensor, symbolic or not, fill one stretch of memory, in any order of dimensions."""
+    left = [(private.expression(n), private.expression(step)) for n, step in zip(val.shape, val.stride(), strict=True)]
+    left = [each for each in left if each[0] != 1]
+    expected: Any = 1
+    while left:
+        found = next((each for each in left if each[1] == expected), None)
+        if found is None:
+            return False
+        left.remove(found)
+        expected = expected * found[0]
+    return True
+
+
+def _memory_of(node: Any) -> fx.Node | None:
+    """The node whose memory a node's value lies in."""
+    while isinstance(node, fx.Node):
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            if not _is_view(node.args[0]):
+                return node
+        elif not _is_view(node):
+            return node
+        node = node.args[0]
+    return None
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a result may lie in the memory of the first argument, as the operator's schema says."""
+    op = node.target
+    return isinstance(op, torch._ops.OpOverload) and any(r.alias_info is not None for r in op._schema.returns)
