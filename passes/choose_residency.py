@@ -15,14 +15,10 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass, replace
 
-<<<<<<< HEAD
-from oomc import meta, ops, steps
-=======
 from torch import fx
 
 from oomc import meta, steps
 from oomc.offloadable import is_fence_result, value_bytes, why_not
->>>>>>> main
 from oomc.plan import Budget, Plan, Residency, Updates
 from oomc.program import PassResult, Program
 
@@ -143,17 +139,11 @@ class ChooseResidency:
             if not any(u.phase == "backward" for u in users):
                 continue
             inside = all(u.block == note.block for u in users)
-            never = ":saved." in note.source or (self.candidate.keep and self._is_fence(program, note.workset))
+            never = ":saved." in note.source or (self.candidate.keep and is_fence_result(program, node))
             result[note.source] = "recompute" if inside and not never and note.block != last else "keep"
         if self.candidate.offload:
             result |= self._offloaded(program, result)
         return result
-
-    @staticmethod
-    def _is_fence(program: Program, workset: str) -> bool:
-        """Whether attention or its like runs in a workset."""
-        nodes = next(w.nodes for b in program.blocks for w in b.worksets if w.name == workset)
-        return any(n.target in ops.FENCES for n in nodes)
 
     def _offloaded(self, program: Program, otherwise: dict[str, Residency]) -> dict[str, Residency]:
         """Values between blocks, and fences' results, that wait on the host: large ones that are not needed at once.
