@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oomc.passes import choose_residency
 from oomc.passes.choose_residency import CANDIDATES, CHUNK_TOKENS, LOSS_TOKENS, Candidate, ChooseResidency
-from oomc.plan import Budget
+from oomc.plan import Budget, Residency
 from oomc.printer import print_program
 from oomc.runtime.compute import tiles
 from tests import programs
@@ -95,3 +96,23 @@ def test_results_of_attention_are_kept_if_the_candidate_says_so(keep: bool) -> N
     assert plan is not None
     results = [w.outputs[0].name for b in programs.bare("plain").blocks[1:3] for w in b.worksets[1:2]]
     assert [plan.residency[name] for name in results] == ["keep" if keep else "recompute"] * 2
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_large_values_that_are_not_needed_at_once_go_to_the_host(
+    prefetch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`topk`: embedding 768 B, attention's result 768 B and the layer's output 768 B; the choice of experts is less."""
+
+    def residency(offload: bool) -> dict[str, Residency]:
+        choose = ChooseResidency(programs.SIZES, candidate=Candidate(8, prefetch, 1, offload=offload))
+        plan = choose(programs.bare("topk")).program.plan
+        assert plan is not None
+        return plan.residency
+
+    plain = residency(offload=False)
+    assert residency(offload=True) == plain, "all are small"
+    monkeypatch.setattr(choose_residency, "OFFLOAD_FROM", 700)
+    # the second layer's are needed again when the last block's backward has begun, or so soon after it
+    wanted = ["embedding", "getitem_16"] + (["add_4", "getitem_17"] if prefetch == 0 else [])
+    assert residency(offload=True) == plain | dict.fromkeys(wanted, "offload")
