@@ -6,7 +6,7 @@ is the last user of a slot, a retire that the gradients have left, an update sta
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -102,7 +102,7 @@ def _verify_offloads(
             carried[str(node.args[1])].append(node)
     for slab, copies in offloads.items():
         for copy in copies:
-            times = len(retires[copy]) + len(carried[slab])
+            times = len(retires[copy]) or len(carried[slab])
             if times != 1:
                 faults.add(f"the offload of {slab} is retired {times} times, not once", copy)
             for grad in copy.args[3]:  # type: ignore[union-attr]
@@ -119,12 +119,18 @@ def _verify_offloads(
         _verify_kept(program, offloads, retires, faults)
 
 
+def _contributions(copies: list[fx.Node]) -> int:
+    """The most contributions to one parameter that offloads of a slab bring."""
+    return max(Counter(name for copy in copies for name in copy.args[2]).values(), default=0)  # type: ignore[union-attr]
+
+
 def _verify_mode(program: Program, copy: fx.Node, copies: list[fx.Node], faults: Faults) -> None:
     plan = program.plan
     many = plan is not None and plan.accumulate
-    wanted = "sum" if many or len(copies) > 1 else "keep" if plan is not None and plan.keep else "update"
+    most = _contributions(copies)
+    wanted = "sum" if many or most > 1 else "keep" if plan is not None and plan.keep else "update"
     if copy.args[4] != wanted:
-        why = "a micro-batch" if many else f"{len(copies)} contribution{'s' * (len(copies) > 1)}"
+        why = "a micro-batch" if many else f"{most} contribution{'s' * (most > 1)}"
         faults.add(f"the mode is {copy.args[4]} for {copy.args[1]}, with {why}; it must be {wanted}", copy)
 
 
@@ -177,8 +183,8 @@ def _verify_updates(
                 faults.add(f"the update of {slab} is not made from all {len(copies)} offloads of it", update)
             if any(position[c] > position[update] for c in copies):
                 faults.add(f"{slab} is updated before the last offload of its gradient", update)
-            if mode != ("sum" if len(copies) > 1 else "update"):
-                faults.add(f"the mode is {mode} for {slab}, with {len(copies)} contributions", update)
+            if mode != ("sum" if _contributions(copies) > 1 else "update"):
+                faults.add(f"the mode is {mode} for {slab}, with {_contributions(copies)} contributions", update)
 
 
 def _verify_apply(

@@ -164,8 +164,9 @@ class _Assembler:
             if form.backward is not None and any(workset.outputs[i] in tangents for i in form.tangents):
                 self.note = StepNote("backward", workset.block, workset.name)
                 self._backward_of(workset, form, tangents, collected)
-            if index == 0 or worksets[index - 1].block != workset.block:
-                self._emit_gradients(workset.block, collected)
+            before = [w for w in worksets[:index] if w.block == workset.block]
+            later = {self._parameter(s) for w in before for s in w.inputs if isinstance(s, fx.Node)}
+            self._emit_gradients(workset.block, {n: collected.pop(n) for n in list(collected) if n not in later})
 
     def _backward_of(
         self, workset: Workset, form: Form, tangents: dict[fx.Node, fx.Node], collected: dict[str, fx.Node]
@@ -202,13 +203,12 @@ class _Assembler:
         return spec.target if spec.kind == "parameter" else ""
 
     def _emit_gradients(self, block: int, collected: dict[str, fx.Node]) -> None:
-        """Hand each slab that the block uses its gradients."""
+        """Hand each slab that the block uses what is complete of its gradients."""
         self.note = StepNote("backward", block)
         for slab in self.program.slabs:
             names = tuple(n for n in slab.params if n in collected)
-            if block in slab.users and names:
-                grads = tuple(collected.pop(n) for n in names)
-                self.call(steps.gradients, self.rt, slab.name, names, grads)
+            if names:
+                self.call(steps.gradients, self.rt, slab.name, names, tuple(collected[n] for n in names))
 
 
 def _results(module: fx.GraphModule | None) -> list[Any]:

@@ -1,9 +1,9 @@
 """insert_offload: gradients leave the device for the host.
 
-Each contribution to a slab's gradients becomes a node on the d2h lane, and a point at which the compute lane waits
-until they have left and the device memory is free again. They update the slab, or are kept until the norm of all is
-known; a slab with several contributions in one step (tied weights), and every slab of a micro-batch that is only
-accumulated, is summed.
+Each part of a slab's gradients that is complete becomes a node on the d2h lane, and a point at which the compute lane
+waits until they have left and the device memory is free again. They update the slab, or are kept until the norm of all
+is known; a slab with several contributions to one parameter in a step (tied weights), and every slab of a micro-batch
+that is only accumulated, is summed.
 
 Before:
 
@@ -34,10 +34,11 @@ class InsertOffload:
         assert program.step is not None and program.plan is not None
         graph = program.step.graph
         sinks = graph.find_nodes(op="call_function", target=steps.gradients)
-        contributions = Counter(n.args[1] for n in sinks)
+        contributions = Counter(name for n in sinks for name in n.args[2])
+        summed = {n.args[1] for n in sinks if any(contributions[name] > 1 for name in n.args[2])}
         for node in sinks:
             rt, slab, names, grads = node.args
-            many = program.plan.accumulate or contributions[slab] > 1
+            many = program.plan.accumulate or slab in summed
             mode = "sum" if many else "keep" if program.plan.keep else "update"
             with graph.inserting_before(node):
                 copy = graph.call_function(steps.offload, (rt, slab, names, grads, mode))

@@ -76,6 +76,7 @@ def hold_gradients(graph: fx.Graph, plan: Plan) -> None:
     blocks = list(dict.fromkeys(meta.note(node).block for node in retires))
     first = {block: next(o for o in offloads if meta.note(o).block == block) for block in blocks}
     uses = _first_uses(graph)
+    carried: set[str] = set()
     (output,) = graph.find_nodes(op="output")
     for node, copy in zip(retires, offloads, strict=True):
         assert isinstance(copy, fx.Node)
@@ -84,9 +85,11 @@ def hold_gradients(graph: fx.Graph, plan: Plan) -> None:
         # what is kept on the device is read after the norm is known, so after this step's last node
         stays = mode == "keep" and slab in plan.resident
         if (stays or (mode == "update" and plan.hold and later >= len(blocks))) and slab in uses:
-            with graph.inserting_before(uses[slab]):
-                carried = graph.call_function(steps.retire_carried, (node.args[0], slab))
-            meta.set_note(carried, meta.note(uses[slab]))
+            if slab not in carried:
+                with graph.inserting_before(uses[slab]):
+                    new = graph.call_function(steps.retire_carried, (node.args[0], slab))
+                meta.set_note(new, meta.note(uses[slab]))
+                carried.add(slab)
             graph.erase_node(node)
         elif plan.hold:
             (first[blocks[later]] if later < len(blocks) else output).prepend(node)

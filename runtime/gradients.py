@@ -132,7 +132,7 @@ class GradientSink:
         self.counts = StepCounts()
         self._order: dict[str, int] = {}
         self._squares: dict[str, list[tuple[Countdown | None, Any]]] = {}
-        self._on_device: dict[str, tuple[list[str], list[torch.Tensor], GradientTicket]] = {}
+        self._on_device: dict[str, list[tuple[list[str], list[torch.Tensor], GradientTicket]]] = {}
 
     def begin_step(self, counts: StepCounts) -> None:
         """From now on use the hyperparameters of `counts`, and count there."""
@@ -259,9 +259,13 @@ class GradientSink:
     def _kept_job(self, slab: Slab) -> Job | None:
         """The update with what a slab has kept or summed; the memory is free for new gradients once it is done."""
         if slab.name in self._on_device:
-            names, flat, ticket = self._on_device.pop(slab.name)
-            ticket.job = self._job(slab, names, flat)
-            return ticket.job
+            parts = self._on_device.pop(slab.name)
+            job = self._job(
+                slab, [n for names, _, _ in parts for n in names], [g for _, flat, _ in parts for g in flat]
+            )
+            for _, _, ticket in parts:
+                ticket.job = job
+            return job
         if slab.kept is None or not slab.kept.names:
             return None
         ranges = slab.layout.gradient_ranges
@@ -347,7 +351,9 @@ class GradientSink:
         return self._lane.submit(partial(copy, list(flat)), mark(self._lane.device), countdown.fail)
 
     def _keep_on_device(self, slab: Slab, names: list[str], flat: list[torch.Tensor]) -> GradientTicket:
-        assert slab.name not in self._on_device, f"{slab.name}: gradients of the step before were not applied"
+        parts = self._on_device.setdefault(slab.name, [])
+        known = {name for others, _, _ in parts for name in others}
+        assert not known & set(names), f"{slab.name}: gradients of the step before were not applied"
         squares: list[torch.Tensor] = []
 
         def square(held: list[torch.Tensor]) -> None:
@@ -356,7 +362,7 @@ class GradientSink:
         issued = self._lane.submit(partial(square, list(flat)), mark(self._lane.device))
         self._squares.setdefault(slab.name, []).append((None, squares))
         ticket = GradientTicket(flat, issued)
-        self._on_device[slab.name] = (names, flat, ticket)
+        parts.append((names, flat, ticket))
         return ticket
 
     def _sum(self, slab: Slab, names: list[str], flat: list[torch.Tensor]) -> Ticket:

@@ -207,6 +207,7 @@ def copied(source: fx.Graph) -> fx.Graph:
     return graph
 
 
+WHOLE = (2**31, 2**31)
 IGNORED = (
     steps.release, steps.retire, steps.retire_carried, steps.update, steps.apply, steps.await_update, steps.discard,
 )  # fmt: skip
@@ -235,7 +236,7 @@ class _Interpreter(fx.Interpreter):
         if target is steps.run:
             return getattr(self.program.forms[args[1]], args[2])(*args[3:])
         if target is steps.run_chunks:
-            form, chunk = self.program.forms[args[1]], args[3] if args[3][0] else SIZES
+            form, chunk = self.program.forms[args[1]], args[3] if args[3][0] else WHOLE
             return run_chunks(form, args[2], getattr(form, args[2]), chunk, args[4:])
         if target is steps.count:
             self.count = float(args[1])
@@ -269,10 +270,12 @@ def tensors_of(program: Program, own: nn.Module) -> dict[str, Tensor]:
     return {n: t.detach() for n, t in named.items()}
 
 
-def run_step(program: Program, own: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients by the step graph."""
+def run_step(
+    program: Program, own: nn.Module, inputs: Mapping[str, Tensor] | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients by the step graph, of `batch()` if no inputs are given."""
     interpreter = _Interpreter(program, tensors_of(program, own))
-    inputs = batch()
+    inputs = batch() if inputs is None else inputs
     with torch.no_grad():
         loss = interpreter.run(None, *(inputs[s.target] for s in program.inputs if s.kind == "input"))
     return loss, interpreter.grads
@@ -296,10 +299,10 @@ def run_forward(program: Program, own: nn.Module) -> tuple[Tensor, dict[str, Ten
     return loss.detach(), {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}
 
 
-def run_eager(own: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients by the model itself."""
+def run_eager(own: nn.Module, inputs: Mapping[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients by the model itself, of `batch()` if no inputs are given."""
     own.zero_grad()
-    loss = own(**batch())
+    loss = own(**(batch() if inputs is None else inputs))
     loss.backward()
     return loss.detach(), {n: p.grad.clone() for n, p in own.named_parameters() if p.grad is not None}
 

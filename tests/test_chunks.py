@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from functools import cache
 
 import pytest
 import torch
 from torch import fx
 
 from oomc import meta, ops, pipeline, private
-from oomc.capture import Batch as Call
-from oomc.capture import capture
+from oomc.capture import Batch, capture
 from oomc.dims import name_of
 from oomc.models import tiny
 from oomc.program import Program
@@ -23,28 +20,31 @@ from oomc.worksets import Workset
 from tests.helpers import Blind, assert_same_gradients, compiled, tokens
 from tests.rounding import assert_rounds_as_eager
 
-SHAPES = {(1, 21): (21, 11, 7, 6, 5, 4, 3), (3, 24): (9, 30, 48)}
-"""Batch sizes, and how many tokens are to be in a chunk: 1 to 7 chunks of one row; parts of rows, a row, two rows."""
-COUNTS = {(1, 21): (1, 2, 3, 4, 5, 6, 7), (3, 24): (9, 3, 2)}
-CASES = [(batch, *pair) for batch in SHAPES for pair in zip(SHAPES[batch], COUNTS[batch], strict=True)]
+CASES = [
+    *(((1, 21), chunk, count) for chunk, count in ((21, 1), (11, 2), (7, 3), (6, 4), (5, 5), (4, 6), (3, 7))),
+    *(((3, 24), chunk, count) for chunk, count in ((9, 9), (30, 3), (48, 2))),
+]
+"""Batch sizes, tokens that are to be in a chunk, and how many chunks that makes: parts of rows, one row, two rows."""
 
 
 @pytest.fixture
 def unbudgeted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no budget, and memory is not looked at: projections only take time."""
+    """There is no budget, and memory is not looked at: projections would only take time."""
     monkeypatch.setattr(pipeline, "project", lambda *_: Projection(0, "", 0, {}, {}))
 
 
-@pytest.mark.parametrize(("sizes", "chunk", "count"), CASES)
-@pytest.mark.parametrize("name", tiny.NAMES)
-def test_models(name: str, sizes: tuple[int, int], chunk: int, count: int, unbudgeted: None) -> None:
-    model = tiny.build(name)
+def worksets(program: Program) -> list[Workset]:
+    return [w for b in program.blocks for w in b.worksets]
+
+
+def assert_chunks_are_the_whole(name: str, sizes: tuple[int, int], chunk: int, count: int, aux: bool) -> None:
+    """A step in chunks has eager's loss and gradients."""
+    model = tiny.build(name, aux_loss=True if aux else None)
     eager = copy.deepcopy(model)
-    step = compiled(model, tokens(*sizes), like=("chunks", name), chunk_tokens=chunk)
+    step = compiled(model, tokens(*sizes), like=("chunks", name, aux), chunk_tokens=chunk)
     step._meter = Blind()
-    assert step.plan is not None
-    program = step._compiler.traces.popitem()[1].bare
-    for workset in worksets(program):
+    assert step.plan is not None and step._current is not None
+    for workset in worksets(step._current.program):
         assert (workset.name in step.plan.chunks) == bool(workset.chunk)
         if workset.chunk == "tokens":
             assert len(tiles(*sizes, step.plan.chunks[workset.name])) == count
@@ -52,8 +52,24 @@ def test_models(name: str, sizes: tuple[int, int], chunk: int, count: int, unbud
     step.close()
 
 
+@pytest.mark.usefixtures("unbudgeted")
+@pytest.mark.parametrize(("sizes", "chunk", "count"), CASES)
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_models(name: str, sizes: tuple[int, int], chunk: int, count: int) -> None:
+    assert_chunks_are_the_whole(name, sizes, chunk, count, aux=False)
+
+
+@pytest.mark.usefixtures("unbudgeted")
+@pytest.mark.parametrize(("sizes", "chunk", "count"), [CASES[4], CASES[-2]])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_models_with_an_auxiliary_loss(name: str, sizes: tuple[int, int], chunk: int, count: int) -> None:
+    """The load-balancing loss is made of sums over all tokens of all layers."""
+    assert_chunks_are_the_whole(name, sizes, chunk, count, aux=True)
+
+
+@pytest.mark.usefixtures("unbudgeted")
 @pytest.mark.parametrize(("name", "chunk"), [("qwen3_moe", 40), ("gpt_oss", 9)])
-def test_models_in_bf16(name: str, chunk: int, unbudgeted: None) -> None:
+def test_models_in_bf16(name: str, chunk: int) -> None:
     model = tiny.build(name, dtype=torch.bfloat16)
     eager = copy.deepcopy(model)
     step = compiled(model, tokens(2, 16), like=("chunks", name, "bf16"), chunk_tokens=chunk)
@@ -62,19 +78,86 @@ def test_models_in_bf16(name: str, chunk: int, unbudgeted: None) -> None:
     step.close()
 
 
-# --- what is left that does not run in chunks of tokens
+# --- what does not run in chunks of tokens is attention and its like, and positions
+
+PRODUCTS = frozenset({"linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "einsum", "conv1d", "oomc.grouped_mm"})
+MIXERS = frozenset({"conv1d", *(f"oomc.{op._opname}" for op in ops.FENCES)})
+SIZES = (8, 256)
 
 
-@pytest.fixture(params=tiny.NAMES)
-def program(request: pytest.FixtureRequest) -> Program:
-    """A tiny model's worksets."""
-    return partitioned(request.param)
-
-
-@private_cache
+@cache
 def partitioned(name: str) -> Program:
+    """A tiny model's worksets, differentiated."""
     model = tiny.build(name)
-    program = capture(model, Call.bind(model, (), tokens(2, 24)))
-    program.notes["hidden"] = 64
     names = [p.name for p in pipeline.MODEL_PASSES]
-    return pipeline.run_passes(program, pipeline.MODEL_PASSES[: names.index("differentiate") + 1])
+    passes = pipeline.MODEL_PASSES[: names.index("differentiate") + 1]
+    return pipeline.run_passes(capture(model, Batch.bind(model, (), tokens(2, 24))), passes)
+
+
+def mixes(workset: Workset) -> bool:
+    """Whether there is attention or its like in a workset."""
+    return any(name_of(n) in MIXERS for n in workset.nodes)
+
+
+def number(program: Program, size: object) -> int:
+    """A size for a batch of SIZES."""
+    expr, symbols = private.expression(size), program.notes["symbols"]
+    return expr if isinstance(expr, int) else int(expr.subs({symbols.batch: SIZES[0], symbols.sequence: SIZES[1]}))
+
+
+def elements(program: Program, node: fx.Node) -> int:
+    """Of a node's tensor."""
+    val = meta.tensor(node)
+    count = 1
+    for size in val.shape if val is not None else (0,):
+        count *= number(program, size)
+    return count
+
+
+def work(program: Program, node: fx.Node) -> int:
+    """Multiplications of a product: each element of the result is a sum over one dimension of the first factor."""
+    first = meta.tensor(node.args[0])  # type: ignore[arg-type]
+    assert first is not None
+    return elements(program, node) * number(program, first.shape[-1])
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_all_products_run_in_chunks_of_tokens(name: str) -> None:
+    program = partitioned(name)
+    found: dict[str, int] = {}
+    for workset in worksets(program):
+        for node in workset.nodes:
+            if name_of(node) in PRODUCTS and name_of(node) not in MIXERS:
+                found[workset.chunk] = found.get(workset.chunk, 0) + work(program, node)
+    assert set(found) == {"tokens"}
+    tokens_ = SIZES[0] * SIZES[1]
+    assert found["tokens"] >= tokens_ * 64 * tiny.VOCAB  # the head at least: they have not just been missed
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_what_mixes_tokens_is_attention_or_positions(name: str) -> None:
+    allowed = {"oomc.attention", "oomc.gated_delta_rule", "conv1d", "slice", "pad", "arange"}
+    for workset in worksets(partitioned(name)):
+        fences = {fence.split(":")[0] for fence in workset.fences}
+        assert fences <= allowed, workset.fences
+        if fences & (allowed - {"arange"}):
+            assert workset.chunk == "rows"
+        if not fences:
+            assert workset.chunk == "tokens" or workset.name.startswith("epilogue")  # sum / count of tokens
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_nothing_larger_than_a_block_boundary_crosses(name: str) -> None:
+    """But for what goes into and comes out of attention and its like: q, k, v, gates, results."""
+    program = partitioned(name)
+    attends = {n for w in worksets(program) if mixes(w) for n in (*w.inputs, *w.outputs) if isinstance(n, fx.Node)}
+    boundary = SIZES[0] * SIZES[1] * 64
+    for workset in worksets(program):
+        for node in workset.outputs:
+            if node not in attends:
+                assert elements(program, node) <= boundary, (workset.name, node)
+        form = program.forms[workset.form]
+        assert form.forward is not None
+        (output,) = form.forward.graph.find_nodes(op="output")
+        for saved in output.args[0][len(workset.outputs) :] if not mixes(workset) else ():
+            assert elements(program, saved) < boundary, (workset.name, saved)
