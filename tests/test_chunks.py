@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from oomc import meta, ops, pipeline, private
-from oomc.capture import Batch, capture
 from oomc.dims import name_of
 from oomc.models import tiny
 from oomc.program import Program
@@ -74,7 +73,7 @@ def test_models_in_bf16(name: str, chunk: int) -> None:
     eager = copy.deepcopy(model)
     step = compiled(model, tokens(2, 16), like=("chunks", name, "bf16"), chunk_tokens=chunk)
     step._meter = Blind()
-    assert_rounds_as_eager(step, eager)
+    assert_rounds_as_eager(step, eager, rounds=4)
     step.close()
 
 
@@ -87,11 +86,12 @@ SIZES = (8, 256)
 
 @cache
 def partitioned(name: str) -> Program:
-    """A tiny model's worksets, differentiated."""
-    model = tiny.build(name)
-    names = [p.name for p in pipeline.MODEL_PASSES]
-    passes = pipeline.MODEL_PASSES[: names.index("differentiate") + 1]
-    return pipeline.run_passes(capture(model, Batch.bind(model, (), tokens(2, 24))), passes)
+    """A tiny model's worksets, differentiated: those of the steps above."""
+    step = compiled(tiny.build(name), tokens(1, 21), like=("chunks", name, False), chunk_tokens=21)
+    assert step._current is not None
+    program = step._current.program
+    step.close()
+    return program
 
 
 def mixes(workset: Workset) -> bool:
