@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -105,14 +107,14 @@ def test_an_unplanned_tensor_is_noticed() -> None:
     measured = step.metrics["device_peak"]
     runtime = step._runtime
     assert runtime is not None
-    run = runtime.run
+    run = runtime.run_chunks
     held = []
 
-    def leaky(form: str, variant: str, args: object) -> object:
+    def leaky(form: str, variant: str, chunk: tuple[int, int], args: Sequence[Any]) -> tuple[Any, ...]:
         held.append(torch.zeros(1024))
-        return run(form, variant, args)  # type: ignore[arg-type]
+        return run(form, variant, chunk, args)
 
-    runtime.run = leaky  # type: ignore[method-assign, assignment]
+    runtime.run_chunks = leaky  # type: ignore[method-assign]
     step(**batch)
     assert step.metrics["device_peak"] >= measured + 4096 * len(held) // 2
     assert step.metrics["device_peak"] > step.metrics["device_projected"], "the meter did not see it"
