@@ -62,8 +62,8 @@ class _Table(dict[str, Rule]):
 
 
 def _if_pointwise(node: fx.Node, a: Analysis) -> Flow:
-    if not is_pointwise(node) or any(meta.is_size(n) for n in node.all_input_nodes):
-        raise NoRule  # a size used as data would take the tile's value
+    if not is_pointwise(node):
+        raise NoRule
     return aligned(node, a)
 
 
@@ -108,6 +108,12 @@ def mixed_in(layout: Layout, dims: Iterable[int]) -> frozenset[Token]:
     if slots_of(part):
         raise NoRule
     return tokens_of(part)
+
+
+def tokens_in(node: fx.Node, symbols: TokenSymbols) -> frozenset[Any]:
+    """The tokens whose sizes a node takes."""
+    sizes = [meta.value(n) for n in node.all_input_nodes if meta.is_size(n)]
+    return tokens_of(tuple(symbols.dim(size) for size in sizes))
 
 
 def resized(layout: Layout, dims: Iterable[int], val: Any, symbols: TokenSymbols) -> Layout:
@@ -180,6 +186,7 @@ def _along(node: fx.Node, a: Analysis) -> Flow:
         step = argument(node, 4, "step", 1)
         if step == 1 and expression(val.shape[dims[0]]) == expression(before[dims[0]]):
             return Flow((layout,))
+        return Flow((resized(layout, dims, val, a.symbols),), mixed_in(layout, dims) | tokens_in(node, a.symbols))
     else:
         dims = dims_of(argument(node, 2 if name.endswith("scatter") else 1, "dim", 0), len(layout))
         if name.endswith("scatter"):
@@ -238,7 +245,7 @@ def _factory(node: fx.Node, a: Analysis) -> Flow:
 @rule("arange")
 def _arange(node: fx.Node, a: Analysis) -> Flow:
     outs = a.by_size(node)
-    return Flow(outs, tokens_of(outs[0]))  # an element is its own position
+    return Flow(outs, tokens_of(outs[0]) | tokens_in(node, a.symbols))  # an element is its own position
 
 
 # --- along one dimension ---------------------------------------------------------------------------------------------

@@ -255,7 +255,7 @@ class Analysis:
         if not sizes and not any(tokens_of(x) for x in (*carried, *outputs)) and not _writes(node):
             return Flow(outputs)
         try:
-            if _writes(node):
+            if _writes(node) or (sizes and takes_size_as_data(node)):
                 raise NoRule
             flow = rules[name_of(node)](node, self)
         except (NoRule, KeyError):
@@ -271,6 +271,24 @@ class Analysis:
             for t in a.tokens
         }
         return Flow(flow.layouts, flow.mixes | unclear, flow.sums)
+
+
+SHAPES = {
+    "view": 1, "reshape": 1, "_unsafe_view": 1, "unflatten": 2, "expand": 1, "broadcast_to": 1, "zeros": 0, "ones": 0,
+    "empty": 0, "full": 0, "new_zeros": 1, "new_ones": 1, "new_empty": 1, "new_full": 1,
+}  # fmt: skip
+"""Which argument is the shape of the result: the only place where a size is no data."""
+POSITIONS = frozenset({"arange", "slice"})
+"""Their rules look at sizes themselves."""
+
+
+def takes_size_as_data(node: fx.Node) -> bool:
+    """Whether the result depends on a size in another way than by its shape: a tile would take the tile's own size."""
+    name = name_of(node)
+    data = [*node.args[: SHAPES[name]], *node.args[SHAPES[name] + 1 :]] if name in SHAPES else list(node.args)
+    found: list[fx.Node] = []
+    fx.map_arg([*data, *(v for k, v in node.kwargs.items() if k not in ("size", "shape", "sizes"))], found.append)
+    return name not in POSITIONS and any(meta.is_size(n) for n in found)
 
 
 def name_of(node: fx.Node) -> str:
