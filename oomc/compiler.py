@@ -10,9 +10,10 @@ import torch
 
 from oomc import meta, pipeline, private
 from oomc.capture import Batch, LossFn, capture
-from oomc.errors import UnsupportedError
+from oomc.errors import BudgetError, UnsupportedError
 from oomc.limits import device_memory
 from oomc.optimizers import StateWidth
+from oomc.passes.choose_residency import LARGE_CHUNKS, SMALL_CHUNKS
 from oomc.pipeline import Observer
 from oomc.plan import Budget, Updates
 from oomc.program import Program
@@ -55,11 +56,13 @@ class Scheduled:
     """A plan for one batch shape, with what runs it.
 
     Attributes:
+        bare: what it was made from.
         program: with the step graph and its plan.
         projection: of its device memory.
         carried: slabs whose gradients of the step before the step graph retires.
     """
 
+    bare: Program
     program: Program
     projection: Projection
     carried: frozenset[str]
@@ -78,6 +81,17 @@ class Trace:
     profiler: Profiler
     training: bool = True
     plans: dict[tuple[Any, ...], Scheduled] = field(default_factory=dict)
+    _whole: tuple[Program, Profiler] | None = None
+    _asked: bool = False
+
+    def in_whole_blocks(self, verify: bool) -> tuple[Program, Profiler] | None:
+        """The program whose blocks run whole in chunks of batch rows, if there are such; made when asked for first."""
+        if not self._asked:
+            self._asked, whole = True, pipeline.in_whole_blocks(self.bare, verify)
+            if whole is not None:
+                whole.compiled = self.bare.compiled
+                self._whole = whole, Profiler(whole)
+        return self._whole
 
     @property
     def drops(self) -> bool:
@@ -172,17 +186,37 @@ class Compiler:
         sizes = self.sizes(trace.bare, batch)
         known = trace.plans.get((sizes, accumulate, resident)) if fixed else None
         if known is None:
-            program, projection = pipeline.plan_step(
-                trace.bare, trace.profiler, sizes, self._device_allowed(), options.budget, accumulate=accumulate,
-                updates=updates, resident=resident, verify=options.verify, in_all=self.in_all,
-                chunk_tokens=options.chunk_tokens,
-            )  # fmt: skip
+            bare, (program, projection) = self._choose(trace, sizes, updates, resident, accumulate)
             trace.bare.compiled = program.compiled = trace.bare.compiled
             program = pipeline.lower(program, options.backend)
             assert program.plan is not None
-            known = Scheduled(program, projection, pipeline.carried(program))
+            known = Scheduled(bare, program, projection, pipeline.carried(program))
             trace.plans[sizes, accumulate, frozenset(program.plan.resident)] = known
         return known
+
+    def _choose(
+        self, trace: Trace, sizes: tuple[int, int], updates: Updates, resident: frozenset[str], accumulate: bool
+    ) -> tuple[Program, tuple[Program, Projection]]:
+        """The first plan that fits, and the program that it is made from; large chunks of any program come first."""
+        options, errors = self.options, []
+        for candidates in (LARGE_CHUNKS, SMALL_CHUNKS):
+            for cut in ("worksets", "blocks"):
+                if cut == "blocks" and sizes[0] == 1:
+                    continue
+                made = (trace.bare, trace.profiler) if cut == "worksets" else trace.in_whole_blocks(options.verify)
+                if made is None:
+                    continue
+                try:
+                    return made[0], pipeline.plan_step(
+                        *made, sizes, self._device_allowed(), options.budget, accumulate=accumulate,
+                        updates=updates, resident=resident, candidates=candidates, verify=options.verify,
+                        in_all=self.in_all, chunk_tokens=options.chunk_tokens,
+                    )  # fmt: skip
+                except BudgetError as error:
+                    errors.append(error)
+            if options.chunk_tokens is not None:
+                break
+        raise min(errors, key=lambda error: error.smallest_device or 0)
 
     def in_all(self, own: int) -> int:
         """The device bytes that so many of the step's own tensors come to."""

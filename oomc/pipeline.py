@@ -45,6 +45,10 @@ MODEL_PASSES: tuple[Pass, ...] = (
 """From the forward graph to the bare step graph: once for a model."""
 
 
+WHOLE_BLOCKS: tuple[Pass, ...] = (PartitionWorksets(whole=True), *MODEL_PASSES[4:])
+"""From a program that is cut into worksets to the same one with blocks that run whole, in chunks of batch rows."""
+
+
 def step_passes(choose: ChooseResidency) -> tuple[Pass, ...]:
     """From the bare step graph to the scheduled one: once for a plan."""
     return (
@@ -89,6 +93,23 @@ def with_plan(bare: Program, choose: ChooseResidency, observe: Observer | None =
         new.meta = copy.copy(old.meta)
     program = replace(bare, step=fx.GraphModule(torch.nn.Module(), graph, class_name="Step"), plan=None)
     return run_passes(program, step_passes(choose), observe, verify)
+
+
+def in_whole_blocks(bare: Program, verify: bool = False) -> Program | None:
+    """The program with blocks that run whole in chunks of batch rows, where there are any; `bare` stays as it is."""
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(bare.forward.graph, mapping))
+    for old, new in mapping.items():
+        new.meta = copy.copy(old.meta)
+    (output,), (before,) = graph.find_nodes(op="output"), bare.forward.graph.find_nodes(op="output")
+    output.meta = copy.copy(before.meta)
+    program = replace(
+        bare, forward=fx.GraphModule(bare.forward, graph), inputs=list(bare.inputs), notes=dict(bare.notes), blocks=[],
+        slabs=[], forms={}, step=None,
+    )  # fmt: skip
+    program = run_passes(program, WHOLE_BLOCKS, verify=verify)
+    return program if len(program.forms) < len(bare.forms) else None
 
 
 def plan_step(

@@ -164,8 +164,7 @@ class Step:
             chunk_elems=self._state.chunk_elements, buffer_elems=self._state.buffer_elements,
             buffers=BUFFERS_PER_WORKER * max(2, self._state.workers), workers=self._state.workers, where=plan.where,
             adversary=None if options.chaos is None else Adversary(options.chaos), synchronous=options.synchronous,
-            forms=program.forms, compiled=program.compiled, residents=residents, seed=options.seed,
-            host_slot_bytes=plan.host_slots,
+            residents=residents, seed=options.seed, host_slot_bytes=plan.host_slots,
         )  # fmt: skip
         self._ender = weakref.finalize(self, _close, self._runtime)
         if self._meter is not None:
@@ -297,7 +296,7 @@ class Step:
         self._broken = True  # until it is through, wherever an interrupt comes
         with torch.no_grad(), meter:
             try:
-                runtime.begin(program.plan, hypers, self._options.max_grad_norm, scheduled.carried)
+                runtime.begin(program, hypers, self._options.max_grad_norm, scheduled.carried)
                 if not accumulate:
                     self._edits_under_way()
                 loss = program.step(runtime, *inputs)
@@ -631,7 +630,7 @@ class Step:
         (trace,) = self._compiler.traces.values()
         self.synchronize()
         if stage in {p.name for p in pipeline.step_passes(choose)}:
-            pipeline.with_plan(trace.bare, choose, observe)
+            pipeline.with_plan(self._current.bare, choose, observe)
         elif stage == "lower":
             texts[stage] = self.graph.code
         else:

@@ -55,11 +55,17 @@ _WAYS = (
     Candidate(0, 1, 1, stage=False), Candidate(0, 1, 1, stage=False, offload=True), Candidate(0, 1, 0, stage=False),
     Candidate(0, 0, 0, stage=False), Candidate(0, 0, 0, stage=False, offload=True),
 )  # fmt: skip
-CANDIDATES = tuple(
-    tuple(replace(way, tokens=tokens) for tokens in CHUNK_TOKENS if least <= tokens < most)
-    for least, most in ((2048, 2**31), (128, 2048), (0, 128))
-    for way in _WAYS
-)
+
+
+def _groups(least: int, most: int) -> tuple[tuple[Candidate, ...], ...]:
+    return tuple(
+        tuple(replace(way, tokens=tokens) for tokens in CHUNK_TOKENS if least <= tokens < most) for way in _WAYS
+    )
+
+
+LARGE_CHUNKS = _groups(2048, 2**31)
+SMALL_CHUNKS = _groups(128, 2048) + _groups(0, 128)
+CANDIDATES = LARGE_CHUNKS + SMALL_CHUNKS
 """Groups that differ in nothing but the size of chunks, large chunks first."""
 OFFLOAD_FROM = 64 << 10
 """Bytes of the smallest value that is worth a copy to the host."""

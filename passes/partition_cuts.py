@@ -43,9 +43,15 @@ class Part:
     fences: tuple[str, ...] = ()
 
 
-def cut(nodes: list[fx.Node], analysis: Analysis, parameters: set[fx.Node]) -> list[Part]:
-    """The worksets of a block, in order of execution. Views that several worksets use are copied in the graph."""
-    return _Cut(nodes, analysis, parameters).parts()
+def cut(nodes: list[fx.Node], analysis: Analysis, parameters: set[fx.Node], whole: bool = False) -> list[Part]:
+    """The worksets of a block, in order of execution. Views that several worksets use are copied in the graph.
+
+    With `whole`, a block that can run in chunks of rows, or of tokens, is one workset.
+    """
+    cutter = _Cut(nodes, analysis, parameters)
+    if whole and (one := cutter.one()).chunk:
+        return [one]
+    return cutter.parts()
 
 
 @dataclass
@@ -56,6 +62,14 @@ class _Cut:
     level: dict[fx.Node, int] = field(default_factory=dict)
     group: dict[fx.Node, str] = field(default_factory=dict)
     fenced: set[str] = field(default_factory=set)
+
+    def one(self) -> Part:
+        """All nodes in one; a sum over all rows that is used again here cannot be in chunks."""
+        self._find_groups()
+        part = self._part(self.nodes)
+        if any(self.analysis.flows[n].sums and any(u in self.nodes for u in n.users) for n in self.nodes):
+            part.chunk = ""
+        return part
 
     def parts(self) -> list[Part]:
         self._find_groups()

@@ -47,8 +47,14 @@ INDEXED = re.compile(r"^(?P<list>.*?\.?)(?P<index>\d+)(@\w+)?$")
 
 @dataclass(frozen=True)
 class PartitionWorksets:
-    """See the module's docstring."""
+    """See the module's docstring.
 
+    Attributes:
+        whole: leave a block that keeps batch rows apart in one workset, to be run in chunks of rows. Nothing inside of
+            it then exists for more than a chunk, not even for attention, which is computed again in the backward.
+    """
+
+    whole: bool = False
     name: str = "partition_worksets"
 
     def __call__(self, program: Program) -> PassResult:
@@ -60,7 +66,7 @@ class PartitionWorksets:
         analysis = analyse(graph, symbols)
         blocks = []
         for index, (name, nodes) in enumerate(find_blocks(graph)):
-            parts = cut(nodes, analysis, parameters)
+            parts = cut(nodes, analysis, parameters, whole=self.whole and name not in (PROLOGUE, EPILOGUE))
             worksets = [
                 Workset(f"{name}/{i}", index, part.nodes, chunk=part.chunk, fences=part.fences)
                 for i, part in enumerate(parts)

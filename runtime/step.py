@@ -15,7 +15,7 @@ from oomc.runtime.values import HostValues
 from oomc.runtime.weights import WeightBuffers
 
 if TYPE_CHECKING:
-    from oomc.plan import Plan
+    from oomc.program import Program
     from oomc.runtime.gradients import GradientTicket
     from oomc.runtime.weights import Fetch
     from oomc.worksets import Form
@@ -28,8 +28,6 @@ class StepRuntime(Runtime):
     """What a scheduled module calls as `rt`.
 
     Args (beside Runtime's):
-        forms: by key.
-        compiled: callables by (form, variant).
         residents: buffers and constants by name, wherever the user keeps them.
         seed: of dropout.
     """
@@ -37,15 +35,15 @@ class StepRuntime(Runtime):
     def __init__(
         self,
         *args: Any,
-        forms: Mapping[str, Form],
-        compiled: Mapping[tuple[str, str], Callable[..., Any]],
         residents: Mapping[str, torch.Tensor],
         seed: int,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._adversary = kwargs.get("adversary")
-        self._forms, self._compiled, self.seed = forms, compiled, seed
+        self.seed = seed
+        self._forms: Mapping[str, Form] = {}
+        self._compiled: Mapping[tuple[str, str], Callable[..., Any]] = {}
         self._sources = dict(residents)
         self._residents = {name: t.detach().to(self.device) for name, t in residents.items()}
         self._versions = {name: t._version for name, t in residents.items()}
@@ -57,15 +55,20 @@ class StepRuntime(Runtime):
         """All buffers and constants on the device."""
         return tuple(self._residents.values())
 
-    def begin(self, plan: Plan, hypers: Sequence[Any], max_norm: float | None, carried: Collection[str] = ()) -> None:
-        """Start a step of `plan`; buffers that the user has written to since the last one are copied again.
+    def begin(
+        self, program: Program, hypers: Sequence[Any], max_norm: float | None, carried: Collection[str] = ()
+    ) -> None:
+        """Start a step of a program; buffers that the user has written to since the last one are copied again.
 
         Args:
-            plan: of the module that is run next.
+            program: what is run next, with its plan, forms and compiled functions.
             hypers: snapshots of the parameter groups.
             max_norm: what the global norm is clipped to.
             carried: slabs whose gradients of the step before the module retires itself.
         """
+        plan = program.plan
+        assert plan is not None
+        self._forms, self._compiled = program.forms, program.compiled
         self.begin_step(hypers, weighted=plan.accumulate, carried=carried)
         self._max_norm = max_norm
         self.steps += 1

@@ -866,7 +866,8 @@ def test_case_38_an_interrupt_anywhere_leaves_the_step_as_it_was_or_says_that_it
 
 
 WORDS = (
-    "await_update", "fetch", "wait_weights", "run", "run_chunks", "release", "offload", "update", "wait_gradients", "apply", "count",
+    "await_update", "fetch", "wait_weights", "run", "run_chunks", "release", "offload", "update", "wait_gradients",
+    "apply", "count",
 )  # fmt: skip
 
 
