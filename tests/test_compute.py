@@ -1,0 +1,255 @@
+"""Chunk loops: what a tile takes of each argument, and how results are put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from oomc.dims import Layout
+from oomc.runtime.compute import Tile, Total, arguments_of, closed, narrow, opened, run_chunks, tiles
+from oomc.worksets import Form, FormInput
+
+B, S = 3, 7
+CHUNKS = [(1, 1), (1, 3), (2, 7), (2, 4), (3, 5), (3, 7), (9, 9)]
+
+
+def values(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_tiles_cover_every_token_once(chunk: tuple[int, int]) -> None:
+    seen = torch.zeros(B, S)
+    for tile in tiles(B, S, chunk):
+        seen[tile.rows, tile.columns] += 1
+        assert (tile.batch, tile.sequence) == (B, S)
+    assert (seen == 1).all()
+
+
+LAYOUTS: dict[str, tuple[Layout, tuple[int, ...]]] = {
+    "rows and positions": ((("B",), ("S",), (4,)), (B, S, 4)),
+    "heads": ((("B",), (2,), ("S",), (4,)), (B, 2, S, 4)),
+    "positions first": ((("S",), ("B",)), (S, B)),
+    "flat": ((("B", "S"), (4,)), (B * S, 4)),
+    "flat with heads": ((("B", "S", 4), (2,)), (B * S * 4, 2)),
+    "heads with positions": ((("B",), (2, "S"), (3,)), (B, 2 * S, 3)),
+    "positions of features": ((("B",), ("S", 4)), (B, S * 4)),
+    "rows only": ((("B",), (4,)), (B, 4)),
+    "broadcast rows": (((), ("S",), (4,)), (1, S, 4)),
+    "positions only": ((("S",),), (S,)),
+    "no tokens": (((4,),), (4,)),
+    "plain product": (((2, 3), ("S",)), (6, S)),
+}
+
+
+def expected(name: str, x: Tensor, tile: Tile) -> Tensor:
+    """The tile of a value by plain views and slices."""
+    b, s = tile.rows, tile.columns
+    return {
+        "rows and positions": lambda: x[b, s],
+        "heads": lambda: x[b, :, s],
+        "positions first": lambda: x[s, b],
+        "flat": lambda: x.view(B, S, 4)[b, s].flatten(0, 1),
+        "flat with heads": lambda: x.view(B, S, 4, 2)[b, s].flatten(0, 2),
+        "heads with positions": lambda: x.view(B, 2, S, 3)[b, :, s].flatten(1, 2),
+        "positions of features": lambda: x.view(B, S, 4)[b, s].flatten(1, 2),
+        "rows only": lambda: x[b],
+        "broadcast rows": lambda: x[:, s],
+        "positions only": lambda: x[s],
+        "no tokens": lambda: x,
+        "plain product": lambda: x[:, s],
+    }[name]()
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_tile_of_a_value(name: str, chunk: tuple[int, int]) -> None:
+    layout, shape = LAYOUTS[name]
+    x = values(*shape)
+    for tile in tiles(B, S, chunk):
+        assert torch.equal(narrow(x, layout, tile), expected(name, x, tile))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_opened_values_are_views_and_close_again(name: str) -> None:
+    layout, shape = LAYOUTS[name]
+    x = values(*shape)
+    view, where = opened(x, layout, (B, S))
+    assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert {token: view.shape[dim] for token, dim in where.items()} == {
+        token: size for token, size in (("B", B), ("S", S)) if any(token in dim for dim in layout)
+    }
+    assert torch.equal(closed(view, layout), x)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("adds", [False, True])
+def test_tiles_put_together_are_the_whole(name: str, chunk: tuple[int, int], adds: bool) -> None:
+    """What several tiles give for one place is the same, or is added up."""
+    layout, shape = LAYOUTS[name]
+    x = values(*shape)
+    total, cover = Total(layout, adds), tiles(B, S, chunk)
+    for tile in cover:
+        total.add(narrow(x, layout, tile), tile)
+    whole = total.take()
+    assert whole is not None
+    tokens = {a for dim in layout for a in dim if isinstance(a, str)}
+    times = 1
+    for token, size in (("B", -(-B // chunk[0])), ("S", -(-S // chunk[1]))):
+        times *= size if adds and token not in tokens else 1
+    torch.testing.assert_close(whole, x * times, rtol=1e-6, atol=0)
+    assert total.take() is None  # nothing is held
+
+
+def test_what_is_put_together_lies_as_the_tiles_do() -> None:
+    x = values(B, 4, S).transpose(1, 2)
+    layout: Layout = (("B",), ("S",), (4,))
+    for piece in (x, x.contiguous(), values(S, B, 4).transpose(0, 1)):
+        total = Total(layout, adds=False)
+        for tile in tiles(B, S, (2, 3)):
+            part = piece[tile.rows, tile.columns]
+            order = sorted(range(3), key=lambda d: -piece.stride(d))
+            total.add(part.permute(order).contiguous().permute(sorted(range(3), key=order.__getitem__)), tile)
+        whole = total.take()
+        assert whole is not None and torch.equal(whole, piece)
+        assert whole.stride() == piece.stride()
+
+
+def test_the_first_tile_is_not_kept() -> None:
+    """A result that no tile cuts is a copy: the graph's own tensor may be an argument."""
+    x, total = values(4), Total(((4,),), adds=True)
+    for tile in tiles(B, S, (1, 7)):
+        total.add(x, tile)
+    whole = total.take()
+    assert whole is not None and torch.equal(x, values(4))
+    torch.testing.assert_close(whole, 3 * x)
+
+
+def test_sums_of_low_precision_are_rounded_once() -> None:
+    tile = tiles(1000, 1, (1, 1))
+    for layout, shape in (((), ()), (((), ("S",)), (1, 1))):
+        total = Total(layout, adds=True)
+        for each in tile:
+            total.add(torch.ones(shape, dtype=torch.bfloat16), each)  # 256 + 1 is 256 in bf16
+        whole = total.take()
+        assert whole is not None and whole.dtype == torch.bfloat16
+        assert float(whole) == 1000
+
+
+# --- whole forms
+
+COMPLETE: Layout = (("B",), ("S",), (4,))
+TABLE: Layout = ((), ("S",), (4,))
+ROW: Layout = (("B",), (4,))
+
+
+def function(x: Tensor, table: Tensor, row: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """A value, one that lacks the rows, one that lacks the positions, and a sum."""
+    y = torch.tanh(x * table * w) + row[:, None]
+    return y, (table * w).sin(), row * w, y.square().sum()
+
+
+class Forward:
+    """The forward of `function`, which looks at what it is given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int]] = []
+
+    def __call__(self, b: int, s: int, x: Tensor, table: Tensor, row: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        assert x.shape == (b, s, 4) and table.shape == (1, s, 4) and row.shape == (b, 4) and w.shape == (4,)
+        self.calls.append((b, s))
+        return function(x, table, row, w)
+
+
+def backward(b: int, s: int, x: Tensor, table: Tensor, row: Tensor, w: Tensor, *tangents: Tensor) -> tuple[Any, ...]:
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in (x, table, row, w)]
+        return torch.autograd.grad(function(*leaves), leaves, tangents)
+
+
+def form() -> Form:
+    """The form of `function`; its graphs are the functions above."""
+    inputs = (
+        FormInput("size", formula="B"), FormInput("size", formula="S"), FormInput("value", True, layout=COMPLETE),
+        FormInput("value", True, layout=TABLE), FormInput("value", True, layout=ROW), FormInput("parameter", True),
+    )  # fmt: skip
+    empty = fx.GraphModule(nn.Module(), fx.Graph())
+    return Form(
+        "form", empty, inputs, "tokens", (False, False, False, True), (COMPLETE, TABLE, ROW, ()),
+        backward_takes=tuple(("input", i) for i in range(6)), tangents=(0, 1, 2, 3), gradients=(2, 3, 4, 5),
+    )  # fmt: skip
+
+
+def arguments() -> list[Any]:
+    return [B, S, values(B, S, 4), values(1, S, 4), values(B, 4), values(4)]
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_forward_in_chunks(chunk: tuple[int, int]) -> None:
+    graph = Forward()
+    results = run_chunks(form(), "forward", graph, chunk, arguments())
+    for got, want in zip(results, function(*arguments()[2:]), strict=True):
+        assert got is not None
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    assert graph.calls == [(t.rows.stop - t.rows.start, t.columns.stop - t.columns.start) for t in tiles(B, S, chunk)]
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_backward_in_chunks(chunk: tuple[int, int]) -> None:
+    """Gradients of what lacks an axis are added up; tangents of it count once; the sum's counts in every tile."""
+    args = [*arguments(), *(torch.cos(y) for y in function(*arguments()[2:]))]
+    for got, want in zip(run_chunks(form(), "backward", backward, chunk, args), backward(*args), strict=True):
+        assert got is not None
+        assert got.shape == want.shape
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_tangents_of_what_every_tile_computes_go_to_the_first_tile_of_a_row_or_column() -> None:
+    _, _, _, _, _, _, full, table, row, total = arguments_of(form(), "backward")
+    for tile in tiles(B, S, (2, 4)):
+        assert full.part(values(B, S, 4), tile).any()
+        assert table.part(values(1, S, 4), tile).any() == (tile.rows.start == 0)
+        assert row.part(values(B, 4), tile).any() == (tile.columns.start == 0)
+        assert float(total.part(torch.ones(()), tile)) == 1
+
+
+def test_one_tile_is_the_graph_itself() -> None:
+    results = (values(2), None)
+    assert run_chunks(form(), "forward", lambda *_: results, (B, S), arguments()) == results
+
+
+def test_results_that_are_none_stay_none() -> None:
+    def some(*args: Any) -> tuple[Any, ...]:
+        return (backward(*args)[0], None, None, backward(*args)[3])
+
+    args = [*arguments(), *function(*arguments()[2:])]
+    got = run_chunks(form(), "backward", some, (1, 3), args)
+    assert [g is None for g in got] == [False, True, True, False]
+
+
+def test_no_more_tiles_than_are_asked_for() -> None:
+    graph = Forward()
+    run_chunks(form(), "forward", graph, (1, 2), arguments(), most=3)
+    assert graph.calls == [(1, 2)] * 3
+
+
+def test_saved_values_are_cut_like_any_other() -> None:
+    """What is chosen once is put together by the forward, and cut for the recompute."""
+    new = form()
+    new.saved, new.saved_layouts = 1, ((("B", "S"), (2,)),)
+
+    def first(*args: Any) -> tuple[Tensor, ...]:
+        return (*function(*args[2:]), args[2].topk(2, -1).indices.flatten(0, 1))
+
+    def again(*args: Any) -> tuple[Tensor, ...]:
+        assert torch.equal(args[-1], args[2].topk(2, -1).indices.flatten(0, 1))
+        return function(*args[2:-1])
+
+    *outputs, saved = run_chunks(new, "forward", first, (2, 3), arguments())
+    assert saved is not None and torch.equal(saved, first(*arguments())[-1])
+    for got, want in zip(run_chunks(new, "recompute", again, (2, 3), [*arguments(), saved]), outputs, strict=True):
+        assert got is not None and want is not None and torch.equal(got, want)
