@@ -210,7 +210,7 @@ class Compiler:
                     return made[0], pipeline.plan_step(
                         *made, sizes, self._device_allowed(), options.budget, accumulate=accumulate,
                         updates=updates, resident=resident, candidates=candidates, verify=options.verify,
-                        in_all=self.in_all, chunk_tokens=options.chunk_tokens,
+                        in_all=self.in_all, chunk_tokens=options.chunk_tokens, try_all=not errors,
                     )  # fmt: skip
                 except BudgetError as error:
                     errors.append(error)

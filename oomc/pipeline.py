@@ -116,13 +116,13 @@ def plan_step(
     bare: Program, profiler: Profiler, sizes: tuple[int, int], allowed: int | None, budget: Budget,
     *, accumulate: bool = False, updates: Updates = DEFAULT, resident: Collection[str] = (),
     candidates: Sequence[Sequence[Candidate]] = CANDIDATES, verify: bool = False, in_all: Callable[[int], int] = int,
-    chunk_tokens: int | None = None,
+    chunk_tokens: int | None = None, try_all: bool = True,
 ) -> tuple[Program, Projection]:  # fmt: skip
     """The first candidate plan whose projected device peak is within `allowed` bytes, and its scheduled program.
 
     What is left over goes to slabs of `resident`, the largest first, and then to gradients that wait on the device.
     `in_all` says what a peak of the step's own tensors comes to with all that the process holds beside them.
-    `chunk_tokens` are in each chunk if given.
+    `chunk_tokens` are in each chunk if given. With `try_all`, what takes the most memory is tried first.
 
     Raises:
         BudgetError: none is; names the smallest budget that would do.
@@ -139,8 +139,7 @@ def plan_step(
     def fits(made: tuple[Program, Projection]) -> bool:
         return allowed is None or made[1].peak <= allowed
 
-    made = scheduled(_most(bare, candidates[0][0], accumulate, resident))
-    if fits(made):
+    if try_all and fits(made := scheduled(_most(bare, candidates[0][0], accumulate, resident))):
         return made
     least: tuple[Program, Projection] | None = None
     seen: list[Plan | None] = []

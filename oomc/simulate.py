@@ -100,7 +100,7 @@ class Profiler:
             if chunk is None:
                 results: Sequence[Any] = graph(*args)
             else:
-                results = run_chunks(form, variant, graph, chunk, args, most=3)
+                results = run_chunks(form, variant, graph, chunk, args, most=2)
             peak = meter.peak
         outputs: list[Output | None] = []
         numbers: dict[int, int] = {}

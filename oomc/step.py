@@ -630,6 +630,7 @@ class Step:
         (trace,) = self._compiler.traces.values()
         self.synchronize()
         if stage in {p.name for p in pipeline.step_passes(choose)}:
+            assert self._current is not None
             pipeline.with_plan(self._current.bare, choose, observe)
         elif stage == "lower":
             texts[stage] = self.graph.code

@@ -22,7 +22,7 @@ from oomc.offloadable import is_fence_result, value_bytes, why_not
 from oomc.plan import Budget, Plan, Residency, Updates
 from oomc.program import PassResult, Program
 
-CHUNK_TOKENS = tuple(2**n for n in range(30, 3, -1))
+CHUNK_TOKENS = tuple(4**n for n in range(15, 1, -1))
 LOSS_TOKENS = 4096
 """Most tokens in a chunk of the loss: its logits are much larger than what goes in, and more would be no faster."""
 

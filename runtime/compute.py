@@ -221,7 +221,7 @@ def run_chunks(
         graph: the variant's graph.
         chunk: (batch, sequence) size of a tile.
         args: as for a whole run; its sizes are those of the whole batch.
-        most: stop after so many tiles (for projections: all tiles take the same memory).
+        most: stop after so many tiles (for projections: from the second on, all take the same memory).
     """
     kinds = arguments_of(form, variant)
     cover = tiles(*whole_sizes(kinds, args), chunk)
