@@ -207,7 +207,9 @@ class World:
 
     def _advance(self) -> None:
         """Go on to the next event."""
+        queued = sum(map(len, self.lanes.values()))
         coming, going = self._head("h2d"), self._head("d2h")
+        ended = queued - sum(map(len, self.lanes.values()))  # items without bytes
         ready = self._ready()
         in_place = next((job for job in ready if job.resident), None)
         streamed = [job for job in ready if not job.resident]
@@ -219,6 +221,9 @@ class World:
         rates = self._rates(coming is not None, going.kind if going else None, host, device)
         updating = rates.host + rates.device
         span = self._next(coming, going, in_place, front, rates, updating)
+        if span is None:
+            assert ended, "the lanes wait for each other"
+            return
         span = self._read(streamed, updating, span)
         self.now += span
         self._move(coming, "h2d", rates.h2d * span, span)
@@ -239,8 +244,9 @@ class World:
     def _next(
         self, coming: Copy | None, going: Copy | None, in_place: Job | None, front: Job | None, rates: Rates,
         updating: float,
-    ) -> float:  # fmt: skip
-        """Seconds until the first of what is at work ends, or something that waits for its time begins."""
+    ) -> float | None:  # fmt: skip
+        """Seconds until the first of what is at work ends, or something that waits for its time begins; None if there
+        is neither."""
         spans = []
         for head, lane, rate in ((coming, "h2d", rates.h2d), (going, "d2h", rates.d2h)):
             if head is not None:
@@ -251,8 +257,7 @@ class World:
             spans.append(in_place.left / rates.in_place)
         if front is not None:
             spans.append(front.left / updating)
-        assert spans, "the lanes wait for each other"
-        return max(min(spans), 0.0)
+        return max(min(spans), 0.0) if spans else None
 
     def _read(self, streamed: list[Job], updating: float, span: float) -> float:
         """Note which jobs have all of their gradient in the ring, and shorten the span to when the next one has."""

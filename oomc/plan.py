@@ -85,12 +85,25 @@ class Updates:
         chunk_bytes: gradient bytes of a chunk of an update.
         keep: the norm of the whole gradient must be known before anything is updated.
         where: who may update slabs on the host.
+        accumulates: gradients are summed in fp32 over micro-batches.
+        ring_bytes: of the host memory through which gradients pass.
     """
 
     arrays: tuple[StateArray, ...] = (StateArray("m"), StateArray("v"))
     chunk_bytes: int = 8 << 20
     keep: bool = False
     where: Where = "host"
+    accumulates: bool = False
+    ring_bytes: int = 0
+
+    def kept_bytes(self, slab: Slab) -> int:
+        """Host bytes of a slab's gradients that wait there until all have come."""
+        wide = len(slab.users) > 1 or self.accumulates
+        return slab.layout.gradient_bytes(wide) if wide or self.keep else 0
+
+    def host_bytes(self, slab: Slab) -> int:
+        """Host bytes of a slab that lives there: weights, state, and gradients that are kept."""
+        return slab.layout.weight_bytes + slab.layout.state_bytes(self.arrays) + self.kept_bytes(slab)
 
     def staging_bytes(self, where: Where) -> int:
         """Device bytes that pass state through the device."""

@@ -166,10 +166,12 @@ def nbytes(val: Any, number: Any = int) -> int:
 def project(program: Program, profiler: Profiler) -> Projection:
     """Walk the scheduled step graph and add up what lives on the device."""
     assert program.step is not None and program.plan is not None
-    return _Walk(program, profiler).run()
+    return Walk(program, profiler).run()
 
 
-class _Walk:
+class Walk:
+    """A walk through a step graph that follows which storages are alive."""
+
     def __init__(self, program: Program, profiler: Profiler) -> None:
         assert program.step is not None and program.plan is not None
         self.program, self.profiler, self.plan = program, profiler, program.plan

@@ -53,7 +53,19 @@ class State:
         largest = max((lay.state_elements for lay in layouts), default=0)
         self.chunk_elements = min(CHUNK_ELEMENTS, max(4096, largest // 8))
         self.buffer_elements = min(BUFFER_ELEMENTS, max(1024, self.chunk_elements // 2))
-        return Updates(self.arrays, chunk_bytes_of(self.chunk_elements), self.keep, self.where)
+        return self.updates
+
+    @property
+    def updates(self) -> Updates:
+        """What a plan must know of them."""
+        return Updates(
+            self.arrays, chunk_bytes_of(self.chunk_elements), self.keep, self.where, self.accumulates, self.ring_bytes
+        )
+
+    @property
+    def ring_bytes(self) -> int:
+        """Host bytes through which gradients pass."""
+        return BUFFERS_PER_WORKER * max(2, self.workers) * chunk_bytes_of(self.buffer_elements)
 
     @property
     def resident(self) -> frozenset[str]:
@@ -63,17 +75,13 @@ class State:
     def host_needed(self, program: Program, resident: Collection[str]) -> dict[str, int]:
         """Host bytes by purpose."""
         host = [s for s in program.slabs if s.name not in resident]
-        kept = 0
-        for slab in host:
-            wide = len(slab.users) > 1 or self.accumulates
-            if wide or self.keep:
-                kept += slab.layout.gradient_bytes(wide)
+        updates = self.updates
         return {
             "working weights": sum(s.layout.weight_bytes for s in host),
             "optimizer state and exact masters": sum(s.layout.state_bytes(self.arrays) for s in host),
-            f"gradients kept{', summed in fp32' if self.accumulates else ''}": kept,
+            f"gradients kept{', summed in fp32' if self.accumulates else ''}": sum(map(updates.kept_bytes, host)),
             "values between forward and backward": 0 if program.plan is None else program.plan.host_value_bytes,
-            "gradients in flight": BUFFERS_PER_WORKER * max(2, self.workers) * chunk_bytes_of(self.buffer_elements),
+            "gradients in flight": self.ring_bytes,
         }
 
     def check_host(self, program: Program, resident: Collection[str]) -> None:

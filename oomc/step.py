@@ -93,9 +93,9 @@ class Step:
             )
         bare = self._compiler.trace(batch).bare
         state, taken = self._state, self._runtime is not None
-        updates = state.size_updates(bare)
         first = accumulate and not state.accumulates
         state.accumulates |= accumulate
+        updates = state.size_updates(bare)
         allowed = state.resident if taken else self._may_be_resident(bare)
         try:
             scheduled = self._compiler.plan(batch, updates, allowed, taken, accumulate)

@@ -192,7 +192,7 @@ class _Simulation:
         self.arrays, self.machine, self.plan = arrays, costs.machine, program.plan
         self.slabs = {slab.name: slab for slab in program.slabs}
         self.resident = frozenset(program.plan.resident)
-        self.moved, self.grad = _bytes_of_a_parameter(program.slabs, updates)
+        self.moved, self.grad = bytes_of_a_parameter(program.slabs, updates)
         self.world = World(costs.machine, program.plan.where, self.moved, self.grad)
         self.compute = self.issue = 0.0  # when the compute so far is done, and when the host may issue more
         self.slots: dict[int, float] = defaultdict(float)
@@ -399,7 +399,7 @@ class _Simulation:
         return [Event(e.lane, e.name, e.block, e.start - began, e.end - began, e.bytes) for e in found]
 
 
-def _bytes_of_a_parameter(slabs: list[Slab], updates: Updates) -> tuple[float, float]:
+def bytes_of_a_parameter(slabs: list[Slab], updates: Updates) -> tuple[float, float]:
     """Bytes of weights and state, and of the gradient, of a trained parameter on average."""
     elements = sum(slab.layout.state_elements for slab in slabs)
     if not elements:
