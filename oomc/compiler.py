@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,12 +10,14 @@ import torch
 
 from oomc import meta, pipeline, private
 from oomc.capture import Batch, LossFn, capture
-from oomc.errors import BudgetError, UnsupportedError
-from oomc.limits import device_memory
+from oomc.errors import UnsupportedError
+from oomc.explain import Explanation
+from oomc.limits import device_memory, host_memory
+from oomc.machine import current
 from oomc.optimizers import StateWidth
-from oomc.passes.choose_residency import LARGE_CHUNKS, SMALL_CHUNKS
 from oomc.pipeline import Observer
 from oomc.plan import Budget, Updates
+from oomc.planner import Cut, Planner, Request
 from oomc.program import Program
 from oomc.runtime.meter import cuda_usage
 from oomc.runtime.updates import Where
@@ -60,12 +62,14 @@ class Scheduled:
         program: with the step graph and its plan.
         projection: of its device memory.
         carried: slabs whose gradients of the step before the step graph retires.
+        explain: makes the planner's explanation; None where it did not plan.
     """
 
     bare: Program
     program: Program
     projection: Projection
     carried: frozenset[str]
+    explain: Callable[[], Explanation] | None = None
 
 
 @dataclass
@@ -79,6 +83,7 @@ class Trace:
     bare: Program
     batch: Batch
     profiler: Profiler
+    planner: Planner
     training: bool = True
     plans: dict[tuple[Any, ...], Scheduled] = field(default_factory=dict)
     _whole: tuple[Program, Profiler] | None = None
@@ -92,6 +97,17 @@ class Trace:
                 whole.compiled = self.bare.compiled
                 self._whole = whole, Profiler(whole)
         return self._whole
+
+    def fresh(self) -> Trace:
+        """The same trace without plans."""
+        return replace(self, plans={}, planner=self.planner.fresh())
+
+    def cuts(self, sizes: tuple[int, int], verify: bool) -> list[Cut]:
+        """The programs that a plan may be made of."""
+        found: list[Cut] = [lambda: (self.bare, self.profiler)]
+        if sizes[0] > 1:
+            found.append(lambda: self.in_whole_blocks(verify))
+        return found
 
     @property
     def drops(self) -> bool:
@@ -119,7 +135,10 @@ class Compiler:
             if self.traces:
                 raise UnsupportedError(_difference(next(iter(self.traces)), key))
             bare = self.capture(batch)
-            self.traces[key] = Trace(bare, batch.shapes_only(), Profiler(bare), self.model.training)
+            self.traces[key] = Trace(
+                bare, batch.shapes_only(), Profiler(bare), Planner(current(self.options.device), self.options.backend),
+                self.model.training,
+            )  # fmt: skip
         return self.traces[key]
 
     def capture(self, batch: Batch, observe: Observer | None = None) -> Program:
@@ -186,37 +205,34 @@ class Compiler:
         sizes = self.sizes(trace.bare, batch)
         known = trace.plans.get((sizes, accumulate, resident)) if fixed else None
         if known is None:
-            bare, (program, projection) = self._choose(trace, sizes, updates, resident, accumulate)
+            bare, program, projection, explain = self._choose(trace, sizes, updates, resident, fixed, accumulate)
             trace.bare.compiled = program.compiled = trace.bare.compiled
             program = pipeline.lower(program, options.backend)
             assert program.plan is not None
-            known = Scheduled(bare, program, projection, pipeline.carried(program))
+            known = Scheduled(bare, program, projection, pipeline.carried(program), explain)
             trace.plans[sizes, accumulate, frozenset(program.plan.resident)] = known
         return known
 
     def _choose(
-        self, trace: Trace, sizes: tuple[int, int], updates: Updates, resident: frozenset[str], accumulate: bool
-    ) -> tuple[Program, tuple[Program, Projection]]:
-        """The first plan that fits, and the program that it is made from; large chunks of any program come first."""
-        options, errors = self.options, []
-        for candidates in (LARGE_CHUNKS, SMALL_CHUNKS):
-            for cut in ("worksets", "blocks"):
-                if cut == "blocks" and sizes[0] == 1:
-                    continue
-                made = (trace.bare, trace.profiler) if cut == "worksets" else trace.in_whole_blocks(options.verify)
-                if made is None:
-                    continue
-                try:
-                    return made[0], pipeline.plan_step(
-                        *made, sizes, self._device_allowed(), options.budget, accumulate=accumulate,
-                        updates=updates, resident=resident, candidates=candidates, verify=options.verify,
-                        in_all=self.in_all, chunk_tokens=options.chunk_tokens, try_all=not errors,
-                    )  # fmt: skip
-                except BudgetError as error:
-                    errors.append(error)
-            if options.chunk_tokens is not None:
-                break
-        raise min(errors, key=lambda error: error.smallest_device or 0)
+        self, trace: Trace, sizes: tuple[int, int], updates: Updates, resident: frozenset[str], fixed: bool,
+        accumulate: bool,
+    ) -> tuple[Program, Program, Projection, Callable[[], Explanation] | None]:  # fmt: skip
+        """The bare program that the plan is for, the scheduled one, its projection and its explanation."""
+        options = self.options
+        allowed = self._device_allowed()
+        if options.device.type == "cpu" and options.budget.device is None:
+            # its memory is the host's: nothing is gained by a plan for it, and everything is streamed as on a GPU
+            made = pipeline.plan_step(
+                trace.bare, trace.profiler, sizes, allowed, options.budget, accumulate=accumulate, updates=updates,
+                resident=resident, verify=options.verify, chunk_tokens=options.chunk_tokens,
+            )  # fmt: skip
+            return trace.bare, *made, None
+        request = Request(
+            sizes, allowed, options.budget.host or host_memory(), options.budget, updates, resident, fixed, accumulate,
+            options.chunk_tokens, options.verify, self.in_all,
+        )  # fmt: skip
+        planned = trace.planner.plan(trace.cuts(sizes, options.verify), request)
+        return planned.bare, planned.program, planned.projection, planned.explain
 
     def in_all(self, own: int) -> int:
         """The device bytes that so many of the step's own tensors come to."""

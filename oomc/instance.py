@@ -307,7 +307,7 @@ def _look(program: Program, profiler: Profiler, costs: Costs) -> _Walked:
     assert program.step is not None and program.plan is not None
     graph, sizes, n = program.step.graph, program.plan.sizes, len(program.blocks)
     walk = Walk(program, profiler)
-    projection = walk.run()
+    projection = walk.follow({})
     zeros = [np.zeros(n) for _ in range(9)]
     forward, backward, made, other, fwd_need, bwd_need, bwd_first, bwd_rest, grads = zeros
     uses: list[set[str]] = [set() for _ in range(n)]

@@ -233,9 +233,7 @@ def stretches(n: int, uses: Any, uses_back: Any, resident: Any, level: Any, foun
 
 
 @njit(cache=True)
-def assign_slots(
-    count: int, found: Any, weight: Any, prefetch: int, slot_of: Any, sizes: Any
-) -> int:
+def assign_slots(count: int, found: Any, weight: Any, prefetch: int, slot_of: Any, sizes: Any) -> int:
     """Best fit of every stretch's slot in program order (oomc.passes.schedule); returns how many slots there are."""
     slots = 0
     free = np.zeros(count + 1, np.bool_)

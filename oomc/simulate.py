@@ -186,16 +186,18 @@ class Walk:
         self.carried = {str(n.args[1]) for n in self.graph.nodes if n.target is steps.retire_carried}
 
     def run(self) -> Projection:
-        self._walk({})
+        """The projection of a steady step."""
+        self.follow({})
         carried: dict[str, int] = {}
         for node in self.graph.nodes:
             if node.target is steps.offload and node.args[1] in self.carried:
                 storages = {s for grad in node.args[3] for s in self.storages.get(grad, ())}
                 carried[node.args[1]] = carried.get(node.args[1], 0) + sum(self.bytes[s] for s in storages)
         # gradients that are carried into the next step are there when it begins
-        return self._walk(carried)
+        return self.follow(carried)
 
-    def _walk(self, carried: dict[str, int]) -> Projection:
+    def follow(self, carried: dict[str, int]) -> Projection:
+        """The projection with so many bytes of each slab's gradients there from the step before."""
         self.holders.clear()
         fixed = sum(self.plan.slots) + self._resident_bytes() + self.plan.update_bytes
         last_use = self._last_uses()

@@ -84,7 +84,7 @@ def compiled(
     step = oomc.compile(model, oomc.Budget(device, host), optimizer=optimizer, device="cpu", **options)
     if like is not None:
         known = _TRACES.setdefault(like, {})
-        step._compiler.traces = {k: Trace(t.bare, t.batch, t.profiler, t.training) for k, t in known.items()}
+        step._compiler.traces = {k: t.fresh() for k, t in known.items()}
     try:
         if prepare:
             step.prepare(**example)

@@ -1,0 +1,309 @@
+"""The planner: the plan whose step is simulated to be shortest within the device's and the host's budget.
+
+    planned = Planner(machine, backend).plan(cuts, request)
+
+A cut is a bare program (blocks in worksets, or whole). Each way to run it in chunks is an instance (oomc.instance); the
+search (oomc.search) asks the quick evaluation, and the best few plans are checked on their real step graphs: projected
+(oomc.simulate) and timed (oomc.timeline). What turns out over budget is sought again with less. Everything that was
+checked is remembered, so that a larger budget never gets a slower plan than a smaller one got.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from oomc import pipeline, timeline
+from oomc.cost import Costs
+from oomc.errors import BudgetError
+from oomc.explain import Explanation
+from oomc.instance import Source, residency
+from oomc.machine import Machine
+from oomc.passes.choose_residency import CHUNK_TOKENS, Candidate, ChooseResidency
+from oomc.plan import Budget, Plan, Updates
+from oomc.program import Program
+from oomc.quick import Decisions, Instance
+from oomc.search import Found, Search, frugal
+from oomc.simulate import Profiler, Projection, project
+
+CHECKED = 3
+"""How many plans are checked on their real step graphs."""
+LARGE = 2048
+"""Tokens of a chunk from which on products lose little."""
+ROUNDS = 3
+"""How often plans are sought again with what the last ones were over budget taken off."""
+
+Cut = Callable[[], tuple[Program, Profiler] | None]
+"""A bare program and its profiler, made when asked for; None if there is no such program."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned.
+
+    Attributes:
+        sizes: batch and sequence.
+        allowed: device bytes for the step's own tensors, None for any.
+        host: host bytes, None for any.
+        budget: as the user gave it, for the plan.
+        updates: of the optimizer.
+        movable: slabs that may live on the device.
+        fixed: they do already, and leave it only where the batch does not fit otherwise.
+        accumulate: gradients are summed and not applied.
+        chunk_tokens: in each chunk, if given.
+        verify: whether every pass is verified.
+        in_all: what so many bytes of the step's own come to with all that the process holds.
+    """
+
+    sizes: tuple[int, int]
+    allowed: int | None = None
+    host: int | None = None
+    budget: Budget = Budget()
+    updates: Updates = Updates()
+    movable: frozenset[str] = frozenset()
+    fixed: bool = False
+    accumulate: bool = False
+    chunk_tokens: int | None = None
+    verify: bool = False
+    in_all: Callable[[int], int] = int
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What plans must share to be comparable."""
+        return self.sizes, self.updates, self.movable, self.accumulate, self.chunk_tokens
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A plan whose step graph was projected and timed.
+
+    Attributes:
+        cut: index of its program.
+        host: bytes.
+    """
+
+    cut: int
+    plan: Plan
+    peak: int
+    host: int
+    seconds: float
+
+
+@dataclass
+class Planned:
+    """The chosen plan's scheduled program, projection and simulated seconds.
+
+    Attributes:
+        bare: what it was made from.
+        explain: makes the explanation, when asked for.
+    """
+
+    bare: Program
+    program: Program
+    projection: Projection
+    seconds: float
+    explain: Callable[[], Explanation]
+
+
+@dataclass
+class Planner:
+    """Plans for the programs of one trace; see the module's docstring."""
+
+    machine: Machine
+    backend: str = "eager"
+    _sources: dict[int, Source | None] = field(default_factory=dict)
+    _instances: dict[Any, Instance] = field(default_factory=dict)
+    _checked: dict[Any, list[Checked]] = field(default_factory=dict)
+
+    def fresh(self) -> Planner:
+        """One that knows the same programs and no plans."""
+        return replace(self, _checked={})
+
+    def plan(self, cuts: Sequence[Cut], request: Request) -> Planned:
+        """The best plan.
+
+        Raises:
+            BudgetError: none fits the device budget; names the smallest that would do. A host budget that is too small
+                gives the plan that takes the least of the host.
+        """
+        known = self._checked.setdefault(request.key, [])
+        for small in (False, True):
+            for cut in range(len(cuts)):
+                tilings = self._tilings(cuts, cut, request, small)
+                if not tilings:
+                    continue
+                self._seek(cuts, request, tilings, known)
+                best = self._fastest(known, request)
+                if best is not None and not self._may_gain(best, request):
+                    return self._planned(cuts, request, best, tilings)
+            best = self._fastest(known, request)
+            if best is not None:
+                return self._planned(cuts, request, best, self._all(cuts, request))
+            if request.chunk_tokens is not None:
+                break
+        return self._least(cuts, request, known)
+
+    # -- what there is to choose from -----------------------------------------------------------------------------
+
+    def source(self, cuts: Sequence[Cut], cut: int) -> Source | None:
+        """A cut's program with what was found about it."""
+        if cut not in self._sources:
+            made = cuts[cut]()
+            self._sources[cut] = None if made is None else Source(*made, Costs(made[0], self.machine, self.backend))
+        return self._sources[cut]
+
+    def _tilings(self, cuts: Sequence[Cut], cut: int, request: Request, small: bool) -> list[tuple[int, Any]]:
+        """Ways to run a cut's program in chunks, large ones or small ones."""
+        source = self.source(cuts, cut)
+        if source is None:
+            return []
+        tokens = [t for t in CHUNK_TOKENS if (t < LARGE) == small]
+        if request.chunk_tokens is not None:
+            tokens = [] if small else [request.chunk_tokens]
+        found: list[tuple[int, Any]] = []
+        for each in tokens:
+            choose = ChooseResidency(request.sizes, candidate=Candidate(each, 1, 1))
+            key = cut, tuple(choose.chunks(source.program).items())
+            if key not in found:
+                found.append(key)
+        large = self._tilings(cuts, cut, request, False) if small else []
+        return [key for key in found if key not in large]
+
+    def _all(self, cuts: Sequence[Cut], request: Request) -> list[tuple[int, Any]]:
+        """Every tiling that an instance was made of."""
+        return [(key[0], key[1]) for key in self._instances if key[2] == request.key]
+
+    def _instance(self, cuts: Sequence[Cut], tiling: tuple[int, Any], request: Request) -> Instance:
+        key = (*tiling, request.key)
+        if key not in self._instances:
+            source = self.source(cuts, tiling[0])
+            assert source is not None
+            self._instances[key] = source.instance(
+                request.sizes, dict(tiling[1]), request.updates, request.movable, request.accumulate
+            )
+        return self._instances[key]
+
+    # -- seeking and checking -------------------------------------------------------------------------------------
+
+    def _seek(
+        self, cuts: Sequence[Cut], request: Request, tilings: list[tuple[int, Any]], known: list[Checked]
+    ) -> None:
+        """Search among tilings, and check the best."""
+        instances = [self._instance(cuts, tiling, request) for tiling in tilings]
+        device = request.allowed
+        pinned = tuple(i for i, ok in enumerate(instances[0].movable) if ok) if request.fixed else ()
+        for _ in range(ROUNDS):
+            found = Search(instances, device, request.host, pinned).best(CHECKED)
+            if not found and pinned:
+                pinned = ()
+                continue
+            if not found:
+                if request.host is None:
+                    return
+                found = _least_host(Search(instances, device))
+            over = 0
+            for each in found:
+                made = self._check(cuts, request, tilings[each.index], each.decisions, known)
+                over = max(over, made.peak - request.allowed if request.allowed is not None else 0)
+                if over <= 0 and len(instances) * instances[0].blocks <= 4:
+                    break
+            if over <= 0 or device is None or self._fastest(known, request) is not None:
+                return
+            device -= over
+
+    def _check(
+        self, cuts: Sequence[Cut], request: Request, tiling: tuple[int, Any], d: Decisions, known: list[Checked]
+    ) -> Checked:
+        source = self.source(cuts, tiling[0])
+        assert source is not None
+        plan = to_plan(source, d, dict(tiling[1]), request)
+        for each in known:
+            if (each.cut, each.plan) == (tiling[0], plan):
+                return each
+        program = scheduled(source.program, plan, request)
+        projection = project(program, source.profiler)
+        line = timeline.simulate(program, source.costs, request.updates, record=False)
+        assert program.plan is not None
+        slabs = sum(request.updates.host_bytes(s) for s in program.slabs if s.name not in plan.resident)
+        host = slabs + request.updates.ring_bytes + program.plan.host_value_bytes
+        known.append(Checked(tiling[0], plan, projection.peak, host, line.step_s))
+        return known[-1]
+
+    def _fastest(self, known: list[Checked], request: Request) -> Checked | None:
+        """The fastest plan that fits the device; one that fits the host too, or what takes the least of it."""
+        fit = [each for each in known if request.allowed is None or each.peak <= request.allowed]
+        if not fit:
+            return None
+        if request.fixed:  # slabs that are on the device stay there where that is possible
+            most = max(len(each.plan.resident) for each in fit)
+            fit = [each for each in fit if len(each.plan.resident) == most]
+        within = [each for each in fit if request.host is None or each.host <= request.host]
+        if not within:
+            return min(fit, key=lambda each: each.host)
+        return min(within, key=lambda each: each.seconds)
+
+    def _may_gain(self, best: Checked, request: Request) -> bool:
+        """Whether another cut might be faster: this one is held back by memory."""
+        if request.allowed is None or request.sizes[0] == 1:
+            return False
+        return len(best.plan.resident) < len(request.movable) and not request.fixed
+
+    def _least(self, cuts: Sequence[Cut], request: Request, known: list[Checked]) -> Planned:
+        """The plan that takes the least of the device.
+
+        Raises:
+            BudgetError: that is too much.
+        """
+        tilings = self._all(cuts, request)
+        instances = [self._instance(cuts, tiling, request) for tiling in tilings]
+        found = [self._check(cuts, request, tilings[f.index], f.decisions, known) for f in frugal(instances, CHECKED)]
+        least = min(found, key=lambda each: each.peak)
+        assert request.allowed is not None
+        if least.peak <= request.allowed:
+            return self._planned(cuts, request, least, tilings)
+        source = self.source(cuts, least.cut)
+        assert source is not None
+        program = scheduled(source.program, least.plan, request)
+        projection = project(program, source.profiler)
+        smallest = request.in_all(projection.peak)
+        text = pipeline.explain_shortage(program, projection, request.in_all(request.allowed), request.sizes, smallest)
+        raise BudgetError(text, smallest_device=smallest)
+
+    def _planned(self, cuts: Sequence[Cut], request: Request, best: Checked, tilings: list[tuple[int, Any]]) -> Planned:
+        source = self.source(cuts, best.cut)
+        assert source is not None
+        program = scheduled(source.program, best.plan, request)
+        projection = project(program, source.profiler)
+
+        def explain() -> Explanation:
+            instances = [self._instance(cuts, tiling, request) for tiling in tilings]
+            index = next((i for i, t in enumerate(tilings) if (t[0], dict(t[1])) == (best.cut, best.plan.chunks)), None)
+            return Explanation.of(source, instances, index, best.plan, best.peak, best.host, request.allowed,
+                                  request.host)  # fmt: skip
+
+        return Planned(source.program, program, projection, best.seconds, explain)
+
+
+def to_plan(source: Source, d: Decisions, chunks: dict[str, tuple[int, int]], request: Request) -> Plan:
+    """Decisions as a plan."""
+    updates, accumulate = request.updates, request.accumulate
+    slabs = [slab for slab, resident in zip(source.program.slabs, d.resident, strict=True) if resident]
+    own = sum(updates.resident_bytes(slab, accumulate) for slab in slabs)
+    return Plan(
+        request.sizes, residency(source.values(request.sizes), d.level, d.away), chunks, d.prefetch, d.hold,
+        accumulate, updates.keep and not accumulate, tuple(slab.name for slab in slabs), d.where,
+        updates.staging_bytes(d.where) + own, budget=request.budget,
+    )  # fmt: skip
+
+
+def scheduled(bare: Program, plan: Plan, request: Request) -> Program:
+    """The program with its step graph scheduled by a plan."""
+    plan = replace(plan, budget=request.budget)
+    return pipeline.with_plan(bare, pipeline.chosen(plan), verify=request.verify)
+
+
+def _least_host(search: Search) -> list[Found]:
+    """Of what fits the device, what takes the least of the host."""
+    grid = search.grid()
+    return [min(grid, key=lambda found: found.outcome.host)] if grid else []

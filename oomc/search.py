@@ -1,0 +1,304 @@
+"""The search for decisions: over instances (one for each tiling), global choices and those of each block and slab.
+
+    best = Search(instances, device=24 << 30, host=None).best(3)
+
+First a grid: every global choice with all blocks at one level, and as many slabs on the device as fit. Then local search
+from the best of them: single changes, and, where a change that would help does not fit, pairs with one that makes room.
+Equal blocks in the same state are tried once (the first and the last of them), and moved together too, so that many
+layers cost little more than few. Against an integer program: the time of a step is no sum over decisions (lanes
+overlap, and the largest of them counts), and memory peaks at another node for each plan; both would have to be cut down
+to bounds that the evaluation then contradicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from oomc.quick import Decisions, Instance, Outcome
+
+PREFETCH = (1, 2, 3, 0)
+HOLD = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)
+STARTS = 4
+"""How many points of the grid are improved."""
+EVALUATIONS = 3000
+"""How many evaluations an improvement may take."""
+TRIED = 12
+"""How many changes that do not fit are paired with ones that make room, each time."""
+LEAST = 1e-6
+"""The relative gain for which a change is made."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Decisions about one of the instances, and what they come to."""
+
+    index: int
+    decisions: Decisions
+    outcome: Outcome
+
+
+@dataclass
+class Search:
+    """A search under budgets.
+
+    Attributes:
+        instances: tilings, of one program or of several with the same slabs.
+        device, host: bytes that may be taken, None for any.
+        pinned: slabs that stay on the device.
+        prefetches, holds: what these may be (`holds` None: HOLD, and as many as there are blocks).
+    """
+
+    instances: Sequence[Instance]
+    device: int | None = None
+    host: int | None = None
+    pinned: Collection[int] = ()
+    prefetches: Sequence[int] = PREFETCH
+    holds: Sequence[int] | None = None
+    evaluations: int = 0
+    _classes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def best(self, count: int = 1) -> list[Found]:
+        """The best decisions that fit, best first; empty if none do."""
+        grid = self.grid()
+        found = {(f.index, f.decisions): f for f in grid[:count]}
+        for start in _spread(grid, STARTS):
+            better = self.improve(start)
+            found[better.index, better.decisions] = better
+        return sorted(found.values(), key=lambda f: f.outcome.score)[:count]
+
+    # -- what fits ------------------------------------------------------------------------------------------------
+
+    def fits(self, instance: Instance, d: Decisions) -> bool:
+        """Whether both budgets hold."""
+        if self.host is not None and instance.host_bytes(d) > self.host:
+            return False
+        return self.device is None or instance.device_bytes(d) <= self.device
+
+    # -- the grid -------------------------------------------------------------------------------------------------
+
+    def grid(self) -> list[Found]:
+        """What fits of uniform decisions with slabs filled in, best first."""
+        found: list[Found] = []
+        least = np.inf
+        for index, instance in enumerate(self.instances):
+            for base in self._uniform(instance):
+                compute = _compute(instance, base)
+                if compute > least * 1.05:
+                    continue
+                for d in self._filled(instance, base):
+                    outcome = instance.evaluate(d)
+                    self.evaluations += 1
+                    least = min(least, outcome.seconds)
+                    found.append(Found(index, d, outcome))
+        return sorted(found, key=lambda f: f.outcome.score)
+
+    def _uniform(self, instance: Instance) -> Iterator[Decisions]:
+        seen = set()
+        n = instance.blocks
+        holds = sorted({h for h in (1, 2, 4, 8) if h < n} | {0, n}) if self.holds is None else self.holds
+        for level in range(len(instance.levels)):
+            for away in (False, True):
+                base = instance.uniform(level, away)
+                if (base.level, base.away) in seen:
+                    continue
+                seen.add((base.level, base.away))
+                for where in instance.wheres:
+                    for prefetch in self.prefetches[:2] if n > 12 else self.prefetches:
+                        for hold in holds:
+                            yield replace(base, prefetch=prefetch, hold=hold, where=where)
+
+    def _filled(self, instance: Instance, base: Decisions) -> list[Decisions]:
+        """The decisions with as many slabs on the device as fit, in a few orders."""
+        free = [i for i, ok in enumerate(instance.movable) if ok and i not in self.pinned]
+        none = tuple(i in self.pinned for i in range(len(instance.weight)))
+        if not self._fits_device(instance, replace(base, resident=none)):
+            return []
+        by_size = sorted(free, key=lambda i: -instance.home[i])
+        result: list[Decisions] = []
+        for order in (free, free[::-1], by_size):
+            low, high = 0, len(order)  # the most of the order that fits
+            while low < high:
+                middle = (low + high + 1) // 2
+                if self._fits_device(instance, _with(base, none, order[:middle])):
+                    low = middle
+                else:
+                    high = middle - 1
+            d = _with(base, none, order[:low])
+            if d not in result and self.fits(instance, d):
+                result.append(d)
+        return result
+
+    def _fits_device(self, instance: Instance, d: Decisions) -> bool:
+        return self.device is None or instance.device_bytes(d) <= self.device
+
+    # -- local search ---------------------------------------------------------------------------------------------
+
+    def improve(self, start: Found) -> Found:
+        """The decisions after local search."""
+        instance, best = self.instances[start.index], start
+        until = self.evaluations + EVALUATIONS
+        while self.evaluations < until:
+            better = self._step(instance, best)
+            if better is None:
+                return best
+            best = better
+        return best
+
+    def _step(self, instance: Instance, now: Found) -> Found | None:
+        """The best of all changes that fit and help; else the first pair of changes that does."""
+        limit = now.outcome.score * (1 - LEAST)
+        best: Found | None = None
+        beyond: list[tuple[float, Decisions]] = []
+        for d in self.changes(instance, now.decisions):
+            outcome = instance.evaluate(d)
+            self.evaluations += 1
+            if outcome.score >= limit:
+                continue
+            if not self._within(outcome):
+                beyond.append((outcome.score, d))
+            elif best is None or outcome.score < best.outcome.score:
+                best = Found(now.index, d, outcome)
+        if best is not None:
+            return best
+        beyond.sort(key=lambda each: each[0])
+        for _, d in beyond[:TRIED]:
+            for other in self.changes(instance, d):
+                if not self.fits(instance, other):
+                    continue
+                outcome = instance.evaluate(other)
+                self.evaluations += 1
+                if outcome.score < limit and (best is None or outcome.score < best.outcome.score):
+                    best = Found(now.index, other, outcome)
+            if best is not None:
+                return best
+        return None
+
+    def _within(self, outcome: Outcome) -> bool:
+        return (self.device is None or outcome.device <= self.device) and (
+            self.host is None or outcome.host <= self.host
+        )
+
+    def changes(self, instance: Instance, d: Decisions) -> Iterator[Decisions]:
+        """Decisions that differ in one thing, or in one thing of all equal blocks in the same state."""
+        n = instance.blocks
+        for prefetch in self.prefetches:
+            if abs(prefetch - d.prefetch) == 1:
+                yield replace(d, prefetch=prefetch)
+        holds = sorted({h for h in HOLD if h < n} | {n, d.hold} if self.holds is None else self.holds)
+        at = holds.index(d.hold)
+        for hold in holds[max(0, at - 2) : at] + holds[at + 1 : at + 3]:
+            yield replace(d, hold=hold)
+        for where in instance.wheres:
+            if where != d.where:
+                yield replace(d, where=where)
+        for group in self._groups(instance, d):
+            for chosen in _parts(group):
+                for level in range(len(instance.levels)):
+                    if level != d.level[group[0]] and instance.allowed[group[0], level]:
+                        yield replace(d, level=tuple(level if b in chosen else own for b, own in enumerate(d.level)))
+                if instance.bound[group[0]] > 0:
+                    yield replace(d, away=tuple(not own if b in chosen else own for b, own in enumerate(d.away)))
+        for slabs in self._slab_groups(instance, d):
+            for chosen in _parts(slabs):
+                yield replace(d, resident=tuple(not own if s in chosen else own for s, own in enumerate(d.resident)))
+
+    def _groups(self, instance: Instance, d: Decisions) -> list[list[int]]:
+        """Blocks that are equal and in the same state, by runs of the same state."""
+        kinds = self._kinds(instance)
+        groups: dict[object, list[int]] = {}
+        for b, kind in enumerate(kinds):
+            slab = instance.uses[b, 0]
+            groups.setdefault((kind, d.level[b], d.away[b], slab >= 0 and d.resident[slab]), []).append(b)
+        return list(groups.values())
+
+    def _slab_groups(self, instance: Instance, d: Decisions) -> list[list[int]]:
+        groups: dict[object, list[int]] = {}
+        for s, resident in enumerate(d.resident):
+            if instance.movable[s] and s not in self.pinned:
+                groups.setdefault((instance.home[s], instance.host[s], resident), []).append(s)
+        return list(groups.values())
+
+    def _kinds(self, instance: Instance) -> tuple[int, ...]:
+        key = id(instance)
+        if key not in self._classes:
+            rows = np.concatenate(
+                [instance.forward[:, None], instance.backward, instance.device, instance.inner, instance.bound[:, None],
+                 instance.own_grad[:, None], instance.fwd_need], 1,
+            )  # fmt: skip
+            seen: dict[bytes, int] = {}
+            self._classes[key] = tuple(seen.setdefault(row.tobytes(), len(seen)) for row in rows)
+        return self._classes[key]
+
+
+def frugal(instances: Sequence[Instance], count: int = 1) -> list[Found]:
+    """The decisions that take the least of the device, least first."""
+    tried: list[tuple[int, int, Decisions]] = []
+    for index, instance in enumerate(instances):
+        for level in range(len(instance.levels)):
+            for away in (False, True):
+                for prefetch in (0, 1):
+                    for hold in (0, 1):
+                        d = instance.uniform(level, away, prefetch=prefetch, hold=hold)
+                        tried.append((instance.device_bytes(d), index, d))
+    tried.sort(key=lambda each: each[0])
+    found: dict[tuple[int, Decisions], int] = {}
+    for size, index, d in tried[: 4 * count]:
+        instance = instances[index]
+        while True:
+            lower = min(
+                ((instance.device_bytes(o), o) for o in _one_block(instance, d)), key=lambda each: each[0],
+                default=(size, d),
+            )  # fmt: skip
+            if lower[0] >= size:
+                break
+            size, d = lower
+        found.setdefault((index, d), size)
+    least = sorted(found, key=lambda each: found[each])[:count]
+    return [Found(index, d, instances[index].evaluate(d)) for index, d in least]
+
+
+def _one_block(instance: Instance, d: Decisions) -> Iterator[Decisions]:
+    """Decisions that differ in one block or slab."""
+    for b in range(instance.blocks):
+        for level in range(len(instance.levels)):
+            if level != d.level[b] and instance.allowed[b, level]:
+                yield replace(d, level=(*d.level[:b], level, *d.level[b + 1 :]))
+        if instance.bound[b] > 0:
+            yield replace(d, away=(*d.away[:b], not d.away[b], *d.away[b + 1 :]))
+    for s, movable in enumerate(instance.movable):
+        if movable:  # a small one that lives on the device may save a slot
+            yield replace(d, resident=(*d.resident[:s], not d.resident[s], *d.resident[s + 1 :]))
+
+
+def _with(base: Decisions, none: tuple[bool, ...], slabs: Collection[int]) -> Decisions:
+    return replace(base, resident=tuple(own or s in slabs for s, own in enumerate(none)))
+
+
+def _parts(group: list[int]) -> list[list[int]]:
+    """Which of equal things are changed together."""
+    if len(group) <= 4:
+        single = [[b] for b in group]
+        return single if len(group) == 1 else [*single, group]
+    half = len(group) // 2
+    return [[group[0]], [group[-1]], group[:half], group[half:], group]
+
+
+def _compute(instance: Instance, d: Decisions) -> float:
+    return float(instance.forward.sum() + instance.backward[np.arange(instance.blocks), np.array(d.level)].sum())
+
+
+def _spread(grid: list[Found], count: int) -> list[Found]:
+    """The best, and the best of other tilings, executors or levels."""
+    chosen: list[Found] = []
+    seen: set[object] = set()
+    for found in grid:
+        key = found.index, found.decisions.where, found.decisions.level
+        if key not in seen:
+            seen.add(key)
+            chosen.append(found)
+        if len(chosen) == count:
+            break
+    return chosen
