@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 from torch import fx
 
-from oomc import meta, quick_kernel, steps
+from oomc import meta, quick_lanes, steps
 from oomc.cost import Costs
 from oomc.offloadable import is_fence_result, value_bytes, why_not
 from oomc.passes.assemble import Assemble
@@ -115,7 +115,7 @@ def residency(values: list[Value], level: tuple[int, ...], away: tuple[bool, ...
     for value in values:
         own = level[value.block]
         where: Residency = {"saved": "keep", "bound": "offload" if away[value.block] else "keep",
-                            "fence": _FENCE[own], "rest": _REST[own]}[value.kind]  # type: ignore[assignment]  # fmt: skip
+                            "fence": _FENCE[own], "rest": _REST[own]}[value.kind]  # fmt: skip
         result[value.name] = "keep" if where == "offload" and not value.leaves else where
     return result
 
@@ -246,7 +246,7 @@ class _Extraction:
         allowed[:, 5] = rest > 0
         at = np.array(places)
         slabs = [slab.name for slab in program.slabs]
-        names = [{own: full for own, full in zip(self.program.blocks[p].slabs, program.blocks[i].slabs, strict=True)}
+        names = [dict(zip(self.program.blocks[p].slabs, program.blocks[i].slabs, strict=True))
                  for i, p in enumerate(places)]  # fmt: skip
         width = max(1, max(len(b.slabs) for b in program.blocks))
         uses = np.full((n, width), -1, np.int64)
@@ -269,32 +269,35 @@ class _Extraction:
             for slab in row:
                 if slab >= 0:
                     seen.setdefault(int(slab), len(seen))
-        for slab, position in seen.items():
-            order[slab] = position
+        for place, position in seen.items():
+            order[place] = position
         gives: defaultdict[int, int] = defaultdict(int)
         for row in part_slab:
             for slab in row[row >= 0]:
                 gives[int(slab)] += 1
         kinds = [
-            quick_kernel.FROZEN if not gives[i] else quick_kernel.SUM if gives[i] > 1
-            else quick_kernel.KEEP if self.updates.keep else quick_kernel.UPDATE for i in range(len(slabs))
+            quick_lanes.FROZEN if not gives[i] else quick_lanes.SUM if gives[i] > 1
+            else quick_lanes.KEEP if self.updates.keep else quick_lanes.UPDATE for i in range(len(slabs))
         ]  # fmt: skip
         moved, grad = bytes_of_a_parameter(program.slabs, self.updates)
         updates = self.updates
         base = made - np.stack(gone, 1)
-        bound_of = bound[:, None]
+        per_level = {
+            name: np.stack([getattr(w, name) for w in walks], 1)[at]
+            for name in ("backward", "fwd_need", "bwd_need", "bwd_first", "bwd_rest")
+        }
         return Instance(
-            LEVELS, allowed[at], walks[0].forward[at], np.stack([w.backward for w in walks], 1)[at], uses, back,
-            np.array([s.layout.weight_bytes for s in program.slabs], np.float64),
-            np.array([updates.resident_bytes(s, self.accumulate) for s in program.slabs], np.float64),
-            np.array([updates.host_bytes(s) for s in program.slabs], np.float64), order,
-            np.array(kinds, np.int64), np.array([name in movable for name in slabs]), part_slab, part_params,
-            part_bytes, walks[0].grads[at], (base - bound_of)[at], np.stack(gone, 1)[at], bound[at],
-            walks[0].other[at], *(np.stack([getattr(w, name) for w in walks], 1)[at] for name in ("fwd_need", "bwd_need", "bwd_first", "bwd_rest")),
-            float(walks[0].fixed + GRANULE * (n - count)),
-            float(updates.staging_bytes("both")), float(updates.ring_bytes),
-            rates_of(self.source.costs.machine, moved, grad), self.accumulate,
-            ("host",) if updates.where == "host" else ("host", updates.where),
+            levels=LEVELS, allowed=allowed[at], forward=walks[0].forward[at], uses=uses, uses_back=back,
+            weight=np.array([s.layout.weight_bytes for s in program.slabs], np.float64),
+            home=np.array([updates.resident_bytes(s, self.accumulate) for s in program.slabs], np.float64),
+            host=np.array([updates.host_bytes(s) for s in program.slabs], np.float64), order=order,
+            kind=np.array(kinds, np.int64), movable=np.array([name in movable for name in slabs]),
+            part_slab=part_slab, part_params=part_params, part_bytes=part_bytes, own_grad=walks[0].grads[at],
+            device=(base - bound[:, None])[at], inner=np.stack(gone, 1)[at], bound=bound[at], other=walks[0].other[at],
+            fixed=float(walks[0].fixed + GRANULE * (n - count)), staging=float(updates.staging_bytes("both")),
+            host_fixed=float(updates.ring_bytes), rates=rates_of(self.source.costs.machine, moved, grad),
+            accumulate=self.accumulate, wheres=("host",) if updates.where == "host" else ("host", updates.where),
+            **per_level,
         )  # fmt: skip
 
 

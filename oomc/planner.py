@@ -20,7 +20,7 @@ from oomc.errors import BudgetError
 from oomc.explain import Explanation
 from oomc.instance import Source, residency
 from oomc.machine import Machine
-from oomc.passes.choose_residency import CHUNK_TOKENS, Candidate, ChooseResidency
+from oomc.passes.choose_residency import CHUNK_TOKENS, DEFAULT, UNLIMITED, Candidate, ChooseResidency
 from oomc.plan import Budget, Plan, Updates
 from oomc.program import Program
 from oomc.quick import Decisions, Instance
@@ -59,8 +59,8 @@ class Request:
     sizes: tuple[int, int]
     allowed: int | None = None
     host: int | None = None
-    budget: Budget = Budget()
-    updates: Updates = Updates()
+    budget: Budget = UNLIMITED
+    updates: Updates = DEFAULT
     movable: frozenset[str] = frozenset()
     fixed: bool = False
     accumulate: bool = False
@@ -128,20 +128,18 @@ class Planner:
                 gives the plan that takes the least of the host.
         """
         known = self._checked.setdefault(request.key, [])
-        for small in (False, True):
+        for tokens in _stages(request):
             for cut in range(len(cuts)):
-                tilings = self._tilings(cuts, cut, request, small)
+                tilings = self._tilings(cuts, cut, request, tokens)
                 if not tilings:
                     continue
                 self._seek(cuts, request, tilings, known)
                 best = self._fastest(known, request)
                 if best is not None and not self._may_gain(best, request):
-                    return self._planned(cuts, request, best, tilings)
+                    break
             best = self._fastest(known, request)
             if best is not None:
-                return self._planned(cuts, request, best, self._all(cuts, request))
-            if request.chunk_tokens is not None:
-                break
+                return self._planned(cuts, request, best, self._all(request))
         return self._least(cuts, request, known)
 
     # -- what there is to choose from -----------------------------------------------------------------------------
@@ -153,24 +151,19 @@ class Planner:
             self._sources[cut] = None if made is None else Source(*made, Costs(made[0], self.machine, self.backend))
         return self._sources[cut]
 
-    def _tilings(self, cuts: Sequence[Cut], cut: int, request: Request, small: bool) -> list[tuple[int, Any]]:
-        """Ways to run a cut's program in chunks, large ones or small ones."""
+    def _tilings(self, cuts: Sequence[Cut], cut: int, request: Request, tokens: Sequence[int]) -> list[tuple[int, Any]]:
+        """Ways to run a cut's program in chunks once each."""
         source = self.source(cuts, cut)
-        if source is None:
-            return []
-        tokens = [t for t in CHUNK_TOKENS if (t < LARGE) == small]
-        if request.chunk_tokens is not None:
-            tokens = [] if small else [request.chunk_tokens]
         found: list[tuple[int, Any]] = []
-        for each in tokens:
+        for each in tokens if source is not None else ():
+            assert source is not None
             choose = ChooseResidency(request.sizes, candidate=Candidate(each, 1, 1))
             key = cut, tuple(choose.chunks(source.program).items())
             if key not in found:
                 found.append(key)
-        large = self._tilings(cuts, cut, request, False) if small else []
-        return [key for key in found if key not in large]
+        return found
 
-    def _all(self, cuts: Sequence[Cut], request: Request) -> list[tuple[int, Any]]:
+    def _all(self, request: Request) -> list[tuple[int, Any]]:
         """Every tiling that an instance was made of."""
         return [(key[0], key[1]) for key in self._instances if key[2] == request.key]
 
@@ -255,7 +248,7 @@ class Planner:
         Raises:
             BudgetError: that is too much.
         """
-        tilings = self._all(cuts, request)
+        tilings = self._all(request)
         instances = [self._instance(cuts, tiling, request) for tiling in tilings]
         found = [self._check(cuts, request, tilings[f.index], f.decisions, known) for f in frugal(instances, CHECKED)]
         least = min(found, key=lambda each: each.peak)
@@ -283,6 +276,14 @@ class Planner:
                                   request.host)  # fmt: skip
 
         return Planned(source.program, program, projection, best.seconds, explain)
+
+
+def _stages(request: Request) -> list[tuple[int, ...]]:
+    """Tokens of chunks that are tried together: all large ones, then smaller ones as long as nothing fits."""
+    if request.chunk_tokens is not None:
+        return [(request.chunk_tokens,)]
+    large = tuple(t for t in CHUNK_TOKENS if t >= LARGE)
+    return [large, *((t,) for t in CHUNK_TOKENS if t < LARGE)]
 
 
 def to_plan(source: Source, d: Decisions, chunks: dict[str, tuple[int, int]], request: Request) -> Plan:

@@ -1,11 +1,11 @@
 """An abstract instance of a step at the grain of blocks, and what a set of decisions about it comes to.
 
-    instance = oomc.instance.extract(...)                 # once for a program, its sizes and one way to run in chunks
-    decisions = instance.frugal()
-    instance.evaluate(decisions).seconds                  # some 50 microseconds for eight blocks
+    instance = source.instance(...)        # once for a program, its sizes and one way to run in chunks
+    decisions = instance.uniform(0)
+    instance.evaluate(decisions).seconds   # some 50 microseconds for eight blocks
 
-The same model as oomc.timeline (time) and oomc.simulate (memory), with one node a block and phase. An instance knows one
-tiling; choices between tilings are choices between instances.
+The same model as oomc.timeline (time) and oomc.simulate (memory), with one node a block and phase. An instance knows
+one tiling; choices between tilings are choices between instances.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from oomc import quick_kernel
+from oomc import quick_memory, quick_step
 from oomc.machine import Machine
 from oomc.runtime.gradients import BUFFER_ELEMENTS, BUFFERS_PER_WORKER
 from oomc.runtime.updates import Where
@@ -77,13 +77,13 @@ class Instance:
         forward [n], backward [n, L]: seconds of compute, recompute included in the backward.
         uses [n, k], uses_back [n, L, k]: slabs whose weights a block takes, -1 for none.
         weight, home, host, order, kind, movable [s]: bytes of the weights; of weights and state on the device; of all
-            that is on the host otherwise; order of first use; kind of gradient (quick_kernel); whether the slab may
+            that is on the host otherwise; order of first use; kind of gradient (quick_lanes); whether the slab may
             live on the device.
         part_slab, part_params, part_bytes [n, k]: gradients that a block's backward gives.
         own_grad [n]: their bytes on the device.
         device, inner [n, L]: bytes of own values that wait for the backward on the device and on the host.
         bound [n]: bytes of values for others that may leave; those that may not are among the own ones.
-        other [n], fwd_need, bwd_need, bwd_first, bwd_rest [n, L]: see quick_kernel.device_bytes.
+        other [n], fwd_need, bwd_need, bwd_first, bwd_rest [n, L]: see quick_memory.device_bytes.
         fixed, staging, host_fixed: bytes that are there in any case, for updates on the device, on the host.
         rates: of the machine, as the kernel takes them.
         accumulate: the step only sums gradients.
@@ -132,7 +132,7 @@ class Instance:
         if d not in self.known:
             level, away, resident = self._arrays(d)
             out = np.empty(6)
-            quick_kernel.step_seconds(
+            quick_step.step_seconds(
                 self.rates, self.blocks, self.forward, self.backward, self.uses, self.uses_back, self.weight,
                 self.order, self.kind, self.part_slab, self.part_params, self.part_bytes, self.inner, self.bound,
                 level, away, resident, d.prefetch, d.hold, WHERE.index(d.where), self.accumulate, out,
@@ -161,7 +161,7 @@ class Instance:
 
     def _device(self, d: Decisions, level: Array, away: Array, resident: Array) -> int:
         return int(
-            quick_kernel.device_bytes(
+            quick_memory.device_bytes(
                 self.blocks, self.fixed, self.staging, self.uses, self.uses_back, self.weight, self.home, self.kind,
                 self.part_slab, self.own_grad, self.device, self.inner, self.bound, self.other, self.fwd_need,
                 self.bwd_need, self.bwd_first, self.bwd_rest, level, away, resident, d.prefetch, d.hold,

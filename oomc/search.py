@@ -2,12 +2,14 @@
 
     best = Search(instances, device=24 << 30, host=None).best(3)
 
-First a grid: every global choice with all blocks at one level, and as many slabs on the device as fit. Then local search
-from the best of them: single changes, and, where a change that would help does not fit, pairs with one that makes room.
-Equal blocks in the same state are tried once (the first and the last of them), and moved together too, so that many
-layers cost little more than few. Against an integer program: the time of a step is no sum over decisions (lanes
-overlap, and the largest of them counts), and memory peaks at another node for each plan; both would have to be cut down
-to bounds that the evaluation then contradicts.
+First a grid: every global choice with all blocks at one level, and as many slabs on the device as fit. Then local
+search from the best of them: single changes, and, where a change that would help does not fit, pairs with one that
+makes room. Of many equal blocks in the same state only the first and the last are tried alone, and they are moved
+together too, so that many layers cost little more than few.
+
+Against an integer program: the time of a step is no sum over decisions (lanes overlap, and the largest of them counts),
+and memory peaks at another node for each plan; both would have to be cut down to bounds that the evaluation then
+contradicts.
 """
 
 from __future__ import annotations

@@ -12,9 +12,11 @@ import torch
 
 import oomc
 from oomc import meta, pipeline, steps
+from oomc.explain import Explanation
 from oomc.offloadable import why_not
 from oomc.passes.choose_residency import CANDIDATES, Candidate, ChooseResidency
 from oomc.plan import Residency
+from oomc.planner import Cut, Planned, Planner, Request
 from oomc.program import Program
 from oomc.runtime.memory import HostMemory
 from oomc.runtime.meter import Meter
@@ -152,7 +154,7 @@ def test_a_missing_wait_would_show(word: str, plans: Plans) -> None:
 @pytest.mark.parametrize("name", ["plain_moe", "qwen3_moe"])
 def test_memory_is_as_projected(name: str, prefetch: int, plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured <= projected <= allowed, with a budget of just what is projected; host bytes are the plan's."""
-    try_only(monkeypatch, [Candidate(4096, prefetch, prefetch, stage=False)])
+    try_only(monkeypatch, [[Candidate(4096, prefetch, prefetch, stage=False)]])
     plans("offload")
     step, _ = tiny_step(name)
     step = tiny_step(name, device=step.projected)[0] if prefetch else step
@@ -176,19 +178,29 @@ def test_memory_is_as_projected(name: str, prefetch: int, plans: Plans, monkeypa
     assert step._runtime._values.sizes == ()
 
 
-def try_only(monkeypatch: pytest.MonkeyPatch, candidates: Sequence[Candidate]) -> None:
-    """Plans are made from these."""
+def try_only(monkeypatch: pytest.MonkeyPatch, candidates: Sequence[Sequence[Candidate]]) -> None:
+    """Plans are made from these, by the fixed policy."""
+
+    def plan(_: Planner, cuts: Sequence[Cut], r: Request) -> Planned:
+        made = cuts[0]()
+        assert made is not None
+        program, projection = pipeline.plan_step(
+            *made, r.sizes, r.allowed, r.budget, updates=r.updates, accumulate=r.accumulate, candidates=candidates
+        )
+        return Planned(made[0], program, projection, 0.0, lambda: Explanation(0, "", 0.0, 0.0, ()))
+
+    monkeypatch.setattr(Planner, "plan", plan)
     monkeypatch.setattr(pipeline, "plan_step", partial(pipeline.plan_step, candidates=candidates))
 
 
 LARGE = (4, 96)
 """Values between blocks are 96 KiB."""
-FEW = tuple(c for c in CANDIDATES if c.tokens == 16)
+FEW = tuple(tuple(c for c in group if c.tokens == 16) for group in CANDIDATES)
 
 
 def smallest(monkeypatch: pytest.MonkeyPatch, offload: bool) -> int:
     """The smallest device budget for a batch of LARGE, by the candidates that offload or those that do not."""
-    try_only(monkeypatch, [c for c in FEW if c.offload == offload])
+    try_only(monkeypatch, [[c for c in group if c.offload == offload] for group in FEW])
     step, _ = tiny_step("plain_moe", device="1KiB", prepare=False)
     with pytest.raises(oomc.BudgetError) as caught:
         step.prepare(**tokens(*LARGE))
