@@ -31,6 +31,8 @@ CHECKED = 3
 """How many plans are checked on their real step graphs."""
 LARGE = 2048
 """Tokens of a chunk from which on products lose little."""
+NEAR = 0.98
+"""The share of the smallest budget that is named at which nothing is found any more."""
 ROUNDS = 3
 """How often plans are sought again with what the last ones were over budget taken off."""
 
@@ -128,6 +130,13 @@ class Planner:
                 gives the plan that takes the least of the host.
         """
         known = self._checked.setdefault(request.key, [])
+        best = self._find(cuts, request, known)
+        if best is not None:
+            return self._planned(cuts, request, best, self._all(request))
+        return self._least(cuts, request, known)
+
+    def _find(self, cuts: Sequence[Cut], request: Request, known: list[Checked]) -> Checked | None:
+        """The fastest plan that fits the device, if one is found."""
         for tokens in _stages(request):
             for cut in range(len(cuts)):
                 tilings = self._tilings(cuts, cut, request, tokens)
@@ -139,8 +148,8 @@ class Planner:
                     break
             best = self._fastest(known, request)
             if best is not None:
-                return self._planned(cuts, request, best, self._all(request))
-        return self._least(cuts, request, known)
+                return best
+        return None
 
     # -- what there is to choose from -----------------------------------------------------------------------------
 
@@ -253,6 +262,11 @@ class Planner:
         found = [self._check(cuts, request, tilings[f.index], f.decisions, known) for f in frugal(instances, CHECKED)]
         least = min(found, key=lambda each: each.peak)
         assert request.allowed is not None
+        # what the search finds below that counts too, or a smaller budget than the one that is named would work
+        while least.peak > request.allowed and (
+            lower := self._find(cuts, replace(request, allowed=int(NEAR * least.peak)), known)
+        ):
+            least = lower
         if least.peak <= request.allowed:
             return self._planned(cuts, request, least, tilings)
         source = self.source(cuts, least.cut)

@@ -35,12 +35,13 @@ def assign_slots(count: int, found: Any, weight: Any, prefetch: int, slot_of: An
     slots = 0
     free = np.zeros(count + 1, np.bool_)
     nearest = 0
-    released = 0
+    gone = np.zeros(count + 1, np.bool_)
     for target in range(count):
         # what ended before this stretch begins is released by now
-        while released < target and found[released, 2] < found[target, 1]:
-            free[slot_of[released]] = True
-            released += 1
+        for s in range(target):
+            if not gone[s] and found[s, 2] < found[target, 1]:
+                gone[s] = True
+                free[slot_of[s]] = True
         until = min(count, target + prefetch + 1)
         while nearest < until:
             need = weight[found[nearest, 0]]

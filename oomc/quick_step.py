@@ -104,7 +104,7 @@ def step_seconds(
         first[:] = True
         nkept = 0
         issued_fetch = 0
-        begun = ended = 0
+        begun = 0
         sum_left[:] = 0
         sum_params[:] = 0.0
         for b in range(n):
@@ -227,9 +227,9 @@ def step_seconds(
             seconds = fwd[b] if ahead else bwd[b, level[b]]
             compute = max(compute, issue) + seconds
             work += seconds
-            while ended < many and found[ended, 2] == position and ended < begun:
-                slot_free[slot_of[ended]] = max(compute, issue)
-                ended += 1
+            for i in range(begun):
+                if found[i, 2] == position:
+                    slot_free[slot_of[i]] = max(compute, issue)
             if ahead:
                 for kind_of in range(2):
                     size = 0.0

@@ -25,8 +25,8 @@ PREFETCH = (1, 2, 3, 0)
 HOLD = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)
 STARTS = 4
 """How many points of the grid are improved."""
-EVALUATIONS = 3000
-"""How many evaluations an improvement may take."""
+EVALUATIONS = 40_000
+"""How many evaluations of one block an improvement may take."""
 TRIED = 12
 """How many changes that do not fit are paired with ones that make room, each time."""
 LEAST = 1e-6
@@ -141,7 +141,7 @@ class Search:
     def improve(self, start: Found) -> Found:
         """The decisions after local search."""
         instance, best = self.instances[start.index], start
-        until = self.evaluations + EVALUATIONS
+        until = self.evaluations + EVALUATIONS // instance.blocks
         while self.evaluations < until:
             better = self._step(instance, best)
             if better is None:
@@ -239,15 +239,14 @@ def frugal(instances: Sequence[Instance], count: int = 1) -> list[Found]:
     """The decisions that take the least of the device, least first."""
     tried: list[tuple[int, int, Decisions]] = []
     for index, instance in enumerate(instances):
-        for level in range(len(instance.levels)):
-            for away in (False, True):
-                for prefetch in (0, 1):
-                    for hold in (0, 1):
-                        d = instance.uniform(level, away, prefetch=prefetch, hold=hold)
-                        tried.append((instance.device_bytes(d), index, d))
+        for base in _starts(instance):
+            for prefetch, hold in ((0, 0), (0, 1), (1, 0)):
+                d = replace(base, prefetch=prefetch, hold=hold)
+                tried.append((instance.device_bytes(d), index, d))
     tried.sort(key=lambda each: each[0])
     found: dict[tuple[int, Decisions], int] = {}
-    for size, index, d in tried[: 4 * count]:
+    blocks = max(instance.blocks for instance in instances)
+    for size, index, d in tried[: max(4 * count, 1200 // blocks)]:
         instance = instances[index]
         while True:
             lower = min(
@@ -260,6 +259,17 @@ def frugal(instances: Sequence[Instance], count: int = 1) -> list[Found]:
         found.setdefault((index, d), size)
     least = sorted(found, key=lambda each: found[each])[:count]
     return [Found(index, d, instances[index].evaluate(d)) for index, d in least]
+
+
+def _starts(instance: Instance) -> Iterator[Decisions]:
+    """Uniform decisions, with nothing on the device, or the smallest slab: that may save a slot."""
+    small = min((s for s, ok in enumerate(instance.movable) if ok), key=lambda s: instance.home[s], default=-1)
+    for level in range(len(instance.levels)):
+        for away in (False, True):
+            base = instance.uniform(level, away)
+            yield base
+            if small >= 0:
+                yield _with(base, base.resident, (small,))
 
 
 def _one_block(instance: Instance, d: Decisions) -> Iterator[Decisions]:

@@ -52,8 +52,8 @@ def random_decisions(instance: Instance, rng: random.Random) -> Decisions:
 @pytest.mark.parametrize("kind", ["plain", "topk", "tied", "mlp"])
 @pytest.mark.parametrize("how", ["", "keep", "accumulate"])
 def test_the_quick_model_is_near_the_exact_ones(kind: str, how: str) -> None:
-    """Time within 10%, the device within 1% (with tied weights 8%), the host's bytes never too low."""
-    near = 0.08 if kind == "tied" else 0.01
+    """Time within 10%, the device within 1% (clipped 3%, with tied weights 8%), the host's bytes never too low."""
+    near = 0.08 if kind == "tied" else 0.03 if how == "keep" else 0.01
     own, rng = source(kind), random.Random(kind + how)
     asked = replace(request(kind), accumulate=how == "accumulate", updates=replace(UPDATES, keep=how == "keep"))
     for tokens in (1 << 20, 8):
