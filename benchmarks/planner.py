@@ -35,7 +35,7 @@ from oomc.search import Search
 from oomc.simulate import Profiler
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.instances import all_plans, random_budgets, random_instance
+from tests.instances import ahead, all_plans, random_budgets, random_instance
 
 GIB = 1 << 30
 UPDATES = Updates(where="both", ring_bytes=2 * 16 * (8 << 20))
@@ -82,12 +82,12 @@ def exhaustive(args: argparse.Namespace) -> None:
     for seed in range(args.instances):
         instance = random_instance(seed, blocks=args.blocks)
         device, host = random_budgets(instance, seed)
-        search = Search([instance], device, host, prefetches=(1, 2), holds=(1, 2))
+        search = Search([instance], device, host, prefetches=ahead(instance), holds=ahead(instance))
         began = time.perf_counter()
         found = search.best()
         took = time.perf_counter() - began
         count, best = 0, float("inf")
-        for d in all_plans(instance, (1, 2), (1, 2)):
+        for d in all_plans(instance, ahead(instance), ahead(instance)):
             count += 1
             if search.fits(instance, d):
                 best = min(best, instance.evaluate(d).seconds)

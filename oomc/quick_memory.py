@@ -149,7 +149,9 @@ def device_bytes(
                     held += own_grad[givers[i]]
             peak = max(peak, live + held + bwd_first[b, level[b]])
             if part_slab[b, 0] >= 0 and place >= hold:
-                held -= own_grad[givers[place - hold]]
+                gone = part_slab[givers[place - hold], 0]
+                if not (kind[gone] == KEEP and resident[gone]):
+                    held -= own_grad[givers[place - hold]]
             peak = max(peak, live + held + bwd_rest[b, level[b]])
         if part_slab[b, 0] >= 0:
             place += 1

@@ -28,13 +28,16 @@ def random_instance(seed: int, blocks: int = 6) -> Instance:
     again = forward * each(0.3, 0.8)
     own, fence, need = each(1, 20) * MIB, each(20, 400) * MIB, each(200, 900) * MIB
     nothing = np.zeros(n)
-    away = seed % 2 * each(50, 300) * MIB  # half of them may send values for others away
+    # half of them may send values for others away, and have one level less, so that not too many plans are possible
+    away = seed % 2 * each(50, 300) * MIB
     away[-1] = 0
+    allowed = np.ones((n, levels), np.bool_)
+    allowed[:, 1] = seed % 2 == 0
     rates = rates_of(machine.default(rng.choice(["h200", "4090"])), 12.0, 2.0)
     peaks = need[:, None] * np.ones(levels)
     slabs = np.arange(n)
     return Instance(
-        levels=("recomputes", "keeps", "on the host"), allowed=np.ones((n, levels), np.bool_), forward=forward,
+        levels=("recomputes", "keeps", "on the host"), allowed=allowed, forward=forward,
         backward=np.stack([3 * forward, 3 * forward - again, 3 * forward - again], 1), uses=slabs[:, None],
         uses_back=np.repeat(slabs[:, None, None], levels, 1), weight=weight, home=7 * weight, host=6 * weight,
         order=slabs.astype(np.float64), kind=np.full(n, rng.choice([UPDATE, UPDATE, UPDATE, KEEP]), np.int64),
@@ -59,16 +62,17 @@ def random_budgets(instance: Instance, seed: int) -> tuple[int, int | None]:
     return int(low + (high - low) * rng.uniform(0.05, 0.8)), host
 
 
+def ahead(instance: Instance) -> tuple[int, ...]:
+    """What prefetch and hold may be, each."""
+    return (1,) if instance.bound.any() else (1, 2)
+
+
 def all_plans(instance: Instance, prefetches: Sequence[int], holds: Sequence[int]) -> Iterator[Decisions]:
     """Every plan of an instance."""
     n = instance.blocks
     away = [(False, True) if size else (False,) for size in instance.bound]
-    if instance.bound.any():  # with those values there are enough plans at two levels
-        levels: Sequence[int] = (0, 2)
-        prefetches, holds = prefetches[:1], holds[:1]
-    else:
-        levels = range(len(instance.levels))
-    for level in itertools.product(levels, repeat=n):
+    levels = [[level for level, ok in enumerate(row) if ok] for row in instance.allowed]
+    for level in itertools.product(*levels):
         for gone in itertools.product(*away):
             for resident in itertools.product((False, True), repeat=n):
                 for prefetch in prefetches:

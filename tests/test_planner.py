@@ -19,7 +19,7 @@ from oomc.quick import Decisions, Instance
 from oomc.search import Search, frugal
 from oomc.simulate import project
 from tests import programs
-from tests.instances import all_plans, random_budgets, random_instance
+from tests.instances import ahead, all_plans, random_budgets, random_instance
 
 H200 = machine.default("h200")
 UPDATES = Updates(where="both", chunk_bytes=1 << 10)
@@ -52,8 +52,8 @@ def random_decisions(instance: Instance, rng: random.Random) -> Decisions:
 @pytest.mark.parametrize("kind", ["plain", "topk", "tied", "mlp"])
 @pytest.mark.parametrize("how", ["", "keep", "accumulate"])
 def test_the_quick_model_is_near_the_exact_ones(kind: str, how: str) -> None:
-    """Time within 10%, the device within 1% (clipped 3%, with tied weights 8%), the host's bytes never too low."""
-    near = 0.08 if kind == "tied" else 0.03 if how == "keep" else 0.01
+    """Time within 10%, the device within 1% (with tied weights 15%), the host's bytes never too low."""
+    near = 0.15 if kind == "tied" else 0.01
     own, rng = source(kind), random.Random(kind + how)
     asked = replace(request(kind), accumulate=how == "accumulate", updates=replace(UPDATES, keep=how == "keep"))
     for tokens in (1 << 20, 8):
@@ -76,9 +76,13 @@ def test_the_quick_model_is_near_the_exact_ones(kind: str, how: str) -> None:
 def test_against_all_plans(seed: int) -> None:
     instance = random_instance(seed, blocks=4)
     device, host = random_budgets(instance, seed)
-    search = Search([instance], device, host, prefetches=(1, 2), holds=(1, 2))
+    search = Search([instance], device, host, prefetches=ahead(instance), holds=ahead(instance))
     found = search.best()
-    fit = [instance.evaluate(d).seconds for d in all_plans(instance, (1, 2), (1, 2)) if search.fits(instance, d)]
+    fit = [
+        instance.evaluate(d).seconds
+        for d in all_plans(instance, ahead(instance), ahead(instance))
+        if search.fits(instance, d)
+    ]
     if not found:
         assert not fit
         return
