@@ -198,7 +198,8 @@ class Compiler:
         self, trace: Trace, sizes: tuple[int, int], updates: Updates, resident: frozenset[str], accumulate: bool
     ) -> tuple[Program, tuple[Program, Projection]]:
         """The first plan that fits, and the program that it is made from; large chunks of any program come first."""
-        options, errors = self.options, []
+        options = self.options
+        errors: list[BudgetError] = []
         for candidates in (LARGE_CHUNKS, SMALL_CHUNKS):
             for cut in ("worksets", "blocks"):
                 if cut == "blocks" and sizes[0] == 1:

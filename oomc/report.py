@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
+from torch import fx
 
-from oomc import steps
+from oomc import attention_kernels, meta, ops, steps
 from oomc.offloadable import value_bytes
 from oomc.plan import format_bytes
 from oomc.program import Program
-from oomc.simulate import Projection
+from oomc.simulate import Profiler, Projection, nbytes
+from oomc.worksets import Workset
 
 if TYPE_CHECKING:
     from oomc.compiler import Options
@@ -70,6 +72,7 @@ class Report:
             "model": _model(program),
             "loss": _loss(program),
             "plan": program.plan.describe(),
+            "worksets": _worksets(program),
             "device memory": _device(program, projection, metrics, options),
             "host memory": _host(host, program, options),
             "lanes": _lanes(program),
@@ -112,6 +115,42 @@ def _model(program: Program) -> str:
         f"{len(program.blocks)} blocks, {sum(len(b.worksets) for b in program.blocks)} worksets; "
         f"the {len(layers)} layers have {shapes} compiled form{'s' * (shapes != 1)}; {len(program.forms)} forms in all"
     )
+
+
+def _worksets(program: Program) -> str:
+    """Each form: what it may run in chunks of, and in which; what mixes tokens in it, and the bytes that pass there."""
+    assert program.plan is not None
+    sizes, profiler = program.plan.sizes, Profiler(program)
+    groups: dict[str, list[Workset]] = {}
+    for workset in (w for b in program.blocks for w in b.worksets):
+        groups.setdefault(workset.form, []).append(workset)
+    rows, fences = [], []
+    for worksets in groups.values():
+        first = worksets[0]
+        chunk = program.plan.chunks.get(first.name)
+        pieces = "whole" if chunk in (None, sizes) else f"{chunk[0]} x {chunk[1]}"
+        rows.append((first.name, f"{len(worksets)} x", first.chunk or "-", pieces))
+        values = {n for n in (*first.inputs, *first.outputs) if isinstance(n, fx.Node) and n.op != "placeholder"}
+        passing = sum(nbytes(meta.value(n), lambda size: profiler.number(size, sizes)) for n in values)
+        for fence in first.fences:
+            fences.append((first.name, f"{len(worksets)} x", fence + _kernel(first, fence), format_bytes(passing)))
+    table = tabulate(rows, headers=["workset", "", "chunks of", "now"], tablefmt="plain")
+    if not fences:
+        return table
+    mixing = tabulate(fences, headers=["tokens are mixed in", "", "by", "values there"], tablefmt="plain")
+    return f"{table}\n\n{mixing}"
+
+
+def _kernel(workset: Workset, fence: str) -> str:
+    """Which kernel attention runs with."""
+    node = next((n for n in workset.nodes if n.target is ops.attention), None)
+    if node is None or not fence.startswith("oomc.attention"):
+        return ""
+    q, k, v, sinks, segments, _, causal, window, softcap = node.args
+    of = [meta.value(n) for n in (q, k, v)]  # type: ignore[arg-type]
+    special = sinks is not None or segments is not None
+    kernel = attention_kernels.choose(of[0], of[1], of[2], special, causal, window, softcap)  # type: ignore[arg-type]
+    return f" ({kernel} kernel)"
 
 
 def _loss(program: Program) -> str:
