@@ -66,6 +66,7 @@ class _Cut:
     def one(self) -> Part:
         """All nodes in one; a sum over all rows that is used again here cannot be in chunks."""
         self._find_groups()
+        self.level = dict.fromkeys(self.nodes, 0)
         part = self._part(self.nodes)
         if any(self.analysis.flows[n].sums and any(u in self.nodes for u in n.users) for n in self.nodes):
             part.chunk = ""
@@ -134,7 +135,7 @@ class _Cut:
                     base = max(base, *self.level.values()) if self.level else base
                 if self._is_part(node):
                     self.level[node] = self.level[node.args[0]]  # type: ignore[index]
-                elif self._is_plain(node) and not is_mutating(node):
+                elif self._is_plain(node) and not self._mixes(node) and not is_mutating(node):
                     self.level[node] = base
                 else:
                     self.level[node] = base + (base % 2 != self._mixes(node))
