@@ -69,7 +69,7 @@ class Report:
         """The plan of a step with the figures of the last one."""
         assert program.plan is not None
         sections = {
-            "model": _model(program),
+            "model": describe_model(program),
             "loss": _loss(program),
             "plan": program.plan.describe(),
             "worksets": _worksets(program),
@@ -105,7 +105,8 @@ def _listed(notes: Any) -> list[Any]:
     return list(notes) if isinstance(notes, list | tuple) else [notes]
 
 
-def _model(program: Program) -> str:
+def describe_model(program: Program) -> str:
+    """How many parameters, blocks, worksets and forms there are."""
     trained = sum(s.layout.trainable_elements for s in program.slabs)
     total = sum(p.spec.numel for s in program.slabs for p in s.layout.places)
     layers = [b for b in program.blocks if b.name not in ("prologue", "epilogue")]
@@ -167,9 +168,10 @@ def _loss(program: Program) -> str:
     return f"accumulation: micro-batches weigh {weighting}\n{router}"
 
 
-def _device(program: Program, projection: Projection, metrics: dict[str, Any], options: Options) -> str:
+def device_rows(program: Program, projection: Projection) -> list[tuple[str, str, int]]:
+    """What the step's own tensors take on the device at the peak: name, note and bytes."""
     assert program.plan is not None
-    rows = [
+    return [
         ("weights in flight", f"{len(program.plan.slots)} slots", sum(program.plan.slots)),
         (
             "state and its staging", f"{len(program.plan.resident)} slabs of {len(program.slabs)} live here",
@@ -177,26 +179,36 @@ def _device(program: Program, projection: Projection, metrics: dict[str, Any], o
         ),
         ("inputs, buffers, constants", "", projection.fixed - sum(program.plan.slots) - program.plan.update_bytes),
         ("values, gradients, temporaries", f"at {projection.at}", projection.peak - projection.fixed),
-        ("projected peak", "", metrics.get("device_projected", projection.peak)),
     ]  # fmt: skip
+
+
+def _device(program: Program, projection: Projection, metrics: dict[str, Any], options: Options) -> str:
+    rows = device_rows(program, projection)
+    rows.append(("projected peak", "", metrics.get("device_projected", projection.peak)))
     if "device_peak" in metrics:
         rows.append(("measured peak", "", metrics["device_peak"]))
     if options.budget.device is not None:
         rows.append(("allowed", "", options.budget.device))
-    return _table(rows)
+    return size_table(rows)
 
 
-def _host(host: dict[str, int], program: Program, options: Options) -> str:
+def host_rows(host: dict[str, int], program: Program) -> list[tuple[str, str, int]]:
+    """What the step takes on the host, and the sum: name, note and bytes."""
     trained = max(1, sum(s.layout.trainable_elements for s in program.slabs))
     total = sum(host.values())
     rows = [(name, "", count) for name, count in host.items() if count]
-    rows.append(("in all", f"{total / trained:.2f} bytes a trained parameter", total))
+    return [*rows, ("in all", f"{total / trained:.2f} bytes a trained parameter", total)]
+
+
+def _host(host: dict[str, int], program: Program, options: Options) -> str:
+    rows = host_rows(host, program)
     if options.budget.host is not None:
         rows.append(("allowed", "", options.budget.host))
-    return _table(rows)
+    return size_table(rows)
 
 
-def _table(rows: list[tuple[str, str, int]]) -> str:
+def size_table(rows: list[tuple[str, str, int]]) -> str:
+    """A table of names, bytes and notes."""
     return tabulate([(n, format_bytes(b), w) for n, w, b in rows], colalign=("left", "right", "left"), tablefmt="plain")
 
 

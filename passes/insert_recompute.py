@@ -20,6 +20,7 @@ After:
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -37,18 +38,20 @@ class InsertRecompute:
     def __call__(self, program: Program) -> PassResult:
         assert program.step is not None and program.plan is not None
         again = {name for name, where in program.plan.residency.items() if where == "recompute"}
+        nodes: dict[int, list[fx.Node]] = defaultdict(list)
+        for node in program.step.graph.nodes:
+            nodes[meta.note(node).block].append(node)
         changed = False
         for block in range(len(program.blocks)):
-            changed |= _Recompute(program, block, again).insert()
+            changed |= _Recompute(program, block, nodes[block], again).insert()
         return PassResult(program, changed)
 
 
 class _Recompute:
-    def __init__(self, program: Program, block: int, again: set[str]) -> None:
+    def __init__(self, program: Program, block: int, mine: list[fx.Node], again: set[str]) -> None:
         assert program.step is not None
         self.program, self.block, self.again = program, block, again
         self.graph = program.step.graph
-        mine = [n for n in self.graph.nodes if meta.note(n).block == block]
         self.backward = [n for n in mine if n.target in steps.COMPUTE and meta.note(n).phase == "backward"]
         self.weights = {n.args[1]: n for n in mine if n.target is steps.weights and meta.note(n).phase == "backward"}
         self.copies: dict[fx.Node, fx.Node] = {}
