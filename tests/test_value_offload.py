@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import oomc
-from oomc import meta, pipeline, steps
+from oomc import compiler, meta, steps
 from oomc.offloadable import why_not
 from oomc.passes.choose_residency import CANDIDATES, Candidate, ChooseResidency
 from oomc.plan import Residency
@@ -177,13 +176,15 @@ def test_memory_is_as_projected(name: str, prefetch: int, plans: Plans, monkeypa
 
 
 def try_only(monkeypatch: pytest.MonkeyPatch, candidates: Sequence[Candidate]) -> None:
-    """Plans are made from these."""
-    monkeypatch.setattr(pipeline, "plan_step", partial(pipeline.plan_step, candidates=candidates))
+    """Plans are made from these, and of worksets."""
+    for name in ("LARGE_CHUNKS", "SMALL_CHUNKS"):
+        monkeypatch.setattr(compiler, name, tuple((candidate,) for candidate in candidates))
+    monkeypatch.setattr(compiler.Trace, "in_whole_blocks", lambda *_: None)
 
 
 LARGE = (4, 96)
 """Values between blocks are 96 KiB."""
-FEW = tuple(c for c in CANDIDATES if c.tokens == 16)
+FEW = tuple(c for group in CANDIDATES for c in group if c.tokens == 16)
 
 
 def smallest(monkeypatch: pytest.MonkeyPatch, offload: bool) -> int:
