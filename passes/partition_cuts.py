@@ -169,7 +169,7 @@ class _Cut:
         """
         index = {n: i for i, n in enumerate(nodes)}
         costs = {n: rough_bytes(meta.value(n)) for n in nodes}
-        largest = max(MOST, *costs.values())  # so that capacities fit 32 bits
+        largest = max([MOST, *costs.values()])  # so that capacities fit 32 bits
         source, sink = 2 * len(nodes), 2 * len(nodes) + 1
         edges: dict[tuple[int, int], int] = {}
         for node, i in index.items():
