@@ -93,6 +93,11 @@ def _make_mask(call: _Call, mask_function: Callable[..., Any], attention_mask: T
             )
     if attention_mask is not None:
         return Mask(causal, window, attention_mask.to(torch.bool).to(torch.int64))
+    if call.packed and packed is None:
+        raise UnsupportedError(
+            "this model's code makes its attention masks without looking at position_ids: documents packed into "
+            "one row would see each other; pass one document a row, without position_ids"
+        )
     # Under tracing transformers always reports segments; they are real only if the caller gave positions.
     return Mask(causal, window, packed if call.packed else None)
 

@@ -2,6 +2,7 @@
 
 from oomc.compile import compile  # noqa: A004  the name is the API's, as in torch.compile
 from oomc.errors import BudgetError, CaptureError, CheckpointError, OomcError, UnsupportedError, VerifyError
+from oomc.estimate import Estimate, plan
 from oomc.load import load
 from oomc.plan import Budget, Plan
 from oomc.report import Report
@@ -13,6 +14,7 @@ __all__ = [
     "BudgetError",
     "CaptureError",
     "CheckpointError",
+    "Estimate",
     "OomcError",
     "Plan",
     "Report",
@@ -21,4 +23,5 @@ __all__ = [
     "VerifyError",
     "compile",
     "load",
+    "plan",
 ]

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from oomc import attention_kernels as kernels
+from oomc import target
 from oomc.errors import UnsupportedError
 from oomc.opdef import define, largest, wide
 
@@ -102,7 +103,7 @@ class _Tiled:
     def tiles(self) -> Iterator[_Tile]:
         """Tiles whose scores stay under the device's bound where one query row of one head group does."""
         row = self.group * max(self.keys, 1) * self.dtype.itemsize
-        bound = _SCORE_BYTES.get(self.device.type, _SCORE_BYTES["cuda"])
+        bound = _SCORE_BYTES.get(target.kind(self.device), _SCORE_BYTES["cuda"])
         lanes = max(1, bound // (row * min(_MIN_ROWS, max(self.rows, 1))))
         heads = min(lanes, self.kv_heads)
         batch = max(1, min(lanes // self.kv_heads, self.batch))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from oomc import target
 from oomc.opdef import largest
 from oomc.private import FakeTensor
 
@@ -32,22 +33,17 @@ def choose(q: Tensor, k: Tensor, v: Tensor, special: bool, causal: bool, window:
     a sink rounds them twice, which puts the sink's own gradient out of the bf16 tolerance (measured on an H200: 1.7
     times eager's error).
     """
-    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
+    if target.kind(q.device) != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
         return "tiled"
     # The kernels align a causal mask in different corners when S and T differ.
     if special or softcap or (causal and q.shape[2] != k.shape[2]):
         return "tiled"
     size, v_size = q.shape[3], v.shape[3]
-    if window is None and _has_cudnn() and size <= 128 and v_size <= 128 and size % 8 == 0 and v_size % 8 == 0:
+    if window is None and target.has_cudnn() and size <= 128 and v_size <= 128 and size % 8 == 0 and v_size % 8 == 0:
         return "cudnn"
     if size % 8 == 0 and size <= 256 and v_size <= size:
         return "flash"
     return "tiled"
-
-
-def _has_cudnn() -> bool:
-    """Whether cuDNN's attention is the better choice: Hopper and later. Its kernels for older GPUs are slower."""
-    return torch.backends.cudnn.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def _rows_outside(x: Tensor) -> Tensor:

@@ -62,6 +62,8 @@ def measure(device: torch.device, seconds: float = SECONDS) -> Machine:
         "copy_traffic": 1.0 if bench.cuda else 2.0,
         "source": f"measured with torch {torch.__version__}",
     }
+    if bench.cuda:
+        known["capability"] = torch.cuda.get_device_capability(device)
     for measurement in MEASUREMENTS:
         known |= measurement(bench)
     return Machine(**known)

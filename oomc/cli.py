@@ -14,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 import oomc
+from oomc import cli_plan
 from oomc.checkpoint_files import foreign_entries, locate
 from oomc.data import ByteTokenizer, TokenBatches, Tokenizer, load_tokens
 from oomc.errors import OomcError
@@ -70,13 +71,16 @@ BROKEN_PIPE = 128 + 13
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, or 2 for a mistake that the message explains."""
+    """Run the command line and return its exit code: 0, or 2 for what the message explains: a mistake, no budget."""
     args = make_parser().parse_args(argv)
+    code = 0
     try:
         if args.command == "train":
             train(args)
         elif args.command == "calibrate":
             print(calibrated(args.device, args.force))
+        elif args.command == "plan":
+            code = cli_plan.run(args)
         else:
             print(read_report(Path(args.path)))
         sys.stdout.flush()
@@ -87,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OomcError, ValueError, OSError) as error:
         print(f"oomc: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    return 0
+    return code
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -130,6 +134,8 @@ def make_parser() -> argparse.ArgumentParser:
     three = commands.add_parser("calibrate", help="measure this machine's rates, which plans are made from")
     three.add_argument("--device", choices=["cpu", "cuda"], help="default: the GPU if there is one")
     three.add_argument("--force", action="store_true", help="measure anew what has been measured before")
+
+    cli_plan.add_command(commands, positive)
     return parser
 
 

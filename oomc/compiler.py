@@ -136,21 +136,24 @@ class Compiler:
                 raise UnsupportedError(_difference(next(iter(self.traces)), key))
             bare = self.capture(batch)
             self.traces[key] = Trace(
-                bare, batch.shapes_only(), Profiler(bare), Planner(current(self.options.device), self.options.backend),
-                self.model.training,
+                bare, batch.shapes_only(), Profiler(bare), self.planner(), self.model.training
             )  # fmt: skip
         return self.traces[key]
 
     def capture(self, batch: Batch, observe: Observer | None = None) -> Program:
         options = self.options
         program = capture(self.model, batch, loss_fn=options.loss_fn, device=options.device)
+        self.train_only(program)
+        if observe is not None:
+            observe("capture", program)
+        return pipeline.run_passes(program, pipeline.MODEL_PASSES, observe, options.verify)
+
+    def train_only(self, program: Program) -> None:
+        """Let no parameter be trained that the optimizer does not hold."""
         program.inputs = [
             replace(s, trainable=s.trainable and s.target in self.trained) if s.kind == "parameter" else s
             for s in program.inputs
         ]
-        if observe is not None:
-            observe("capture", program)
-        return pipeline.run_passes(program, pipeline.MODEL_PASSES, observe, options.verify)
 
     @staticmethod
     def sizes(program: Program, batch: Batch) -> tuple[int, int]:
@@ -228,29 +231,49 @@ class Compiler:
             )  # fmt: skip
             return trace.bare, *made, None
         request = Request(
-            sizes, allowed, options.budget.host or host_memory(), options.budget, updates, resident, fixed, accumulate,
-            options.chunk_tokens, options.verify, self.in_all,
+            sizes, allowed, options.budget.host or self.host_memory(), options.budget, updates, resident, fixed,
+            accumulate, options.chunk_tokens, options.verify, self.in_all,
         )  # fmt: skip
         planned = trace.planner.plan(trace.cuts(sizes, options.verify), request)
         return planned.bare, planned.program, planned.projection, planned.explain
 
+    def planner(self) -> Planner:
+        """A planner for the machine that the step runs on."""
+        return Planner(current(self.options.device), self.options.backend)
+
+    def host_memory(self) -> int:
+        """Bytes of the host."""
+        return host_memory()
+
+    def may_be_resident(self, program: Program) -> frozenset[str]:
+        """Slabs that may live on the device: all, but for a stand-in whose memory is the host's, without a budget."""
+        if self.options.device.type == "cpu" and self.options.budget.device is None:
+            return frozenset()
+        return frozenset(slab.name for slab in program.slabs)
+
     def in_all(self, own: int) -> int:
         """The device bytes that so many of the step's own tensors come to."""
-        device = self.options.device
-        if device.type != "cuda":
+        if self.options.device.type != "cuda":
             return own
-        return int(own * (1 + FRAGMENTATION)) + cuda_usage(device).outside + CUDA_WORKSPACE
+        # one more byte, so that a budget of just this allows `own` when it is rounded down
+        return int(own * (1 + FRAGMENTATION)) + 1 + self.outside() + CUDA_WORKSPACE
 
     def _device_allowed(self) -> int:
         """Device bytes for the step's own tensors."""
-        device = self.options.device
-        budget = self.options.budget.device or device_memory(device)
-        if device.type == "cuda":
-            private.use_expandable_segments()
-            torch.zeros(1, device=device)
-            own = budget - cuda_usage(device).outside - CUDA_WORKSPACE
-            return int(own / (1 + FRAGMENTATION))
-        return budget
+        budget = self.options.budget.device or self.device_memory()
+        if self.options.device.type != "cuda":
+            return budget
+        return int((budget - self.outside() - CUDA_WORKSPACE) / (1 + FRAGMENTATION))
+
+    def device_memory(self) -> int:
+        """Bytes of the device."""
+        return device_memory(self.options.device)
+
+    def outside(self) -> int:
+        """Bytes that the process holds on a GPU outside of torch's allocator: its context."""
+        private.use_expandable_segments()
+        torch.zeros(1, device=self.options.device)
+        return cuda_usage(self.options.device).outside
 
 
 def _difference(known: tuple[Any, ...], key: tuple[Any, ...]) -> str:

@@ -170,6 +170,11 @@ def _select(node: fx.Node, a: Analysis) -> Flow:
     return Flow((layout[:dim] + layout[dim + 1 :],), mixed_in(layout, [dim]))
 
 
+@rule("__and__", "__or__", "__xor__", "__lshift__", "__rshift__")
+def _bits(node: fx.Node, a: Analysis) -> Flow:
+    return aligned(node, a)
+
+
 @rule("slice", "narrow", "pad", "constant_pad_nd", "roll", "flip", "slice_scatter", "select_scatter")
 def _along(node: fx.Node, a: Analysis) -> Flow:
     """Moves elements along some dimensions only."""
@@ -305,6 +310,7 @@ def _reduce(node: fx.Node, a: Analysis) -> Flow:
     layout, name = a.layout(node.args[0]), name_of(node)
     place = 2 if name in ("linalg_vector_norm", "norm") else 1
     given = argument(node, place, "dim")
+    given = None if isinstance(given, bool) else given  # std(unbiased)
     if given is not None and not isinstance(given, int | list | tuple):
         raise NoRule
     dims = dims_of(given if given != [] else None, len(layout))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oomc import target
 from oomc.opdef import define
 
 _BITS = 31  # of the hash that are compared with p: p is honoured to within 2**-31
@@ -70,7 +71,7 @@ def _dropout(x: Tensor, p: float, rng: Tensor, site: int, offset: int) -> Tensor
     out = x.new_empty(x.shape)
     flat_in, flat_out = x.reshape(-1), out.view(-1)
     count = flat_in.shape[0]
-    block = _BLOCK if x.device.type == "cpu" else max(count, 1)
+    block = _BLOCK if target.kind(x.device) == "cpu" else max(count, 1)
     for start in range(0, count, block):
         end = min(start + block, count)
         kept = flat_in[start:end].mul(scale).masked_fill_(_dropped(key, offset + start, end - start, p), 0.0)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oomc import target
 from oomc.opdef import define, wide
 
 # --- route -----------------------------------------------------------------------------------------------------------
@@ -272,7 +273,7 @@ grouped_mm = define(
 
 def _grouped_bias(x: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     """[N, F]: x plus the bias [E, F] of each slot's expert."""
-    if x.device.type == "cuda":
+    if target.kind(x.device) == "cuda":
         slot = torch.arange(x.shape[0], device=x.device, dtype=offsets.dtype)
         expert_of = torch.searchsorted(offsets, slot, right=True).clamp_(max=bias.shape[0] - 1)
         return bias.index_select(0, expert_of).add_(x)

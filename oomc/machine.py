@@ -94,6 +94,7 @@ class Machine:
         launch: seconds that each kernel takes beside its work.
         device_memory, host_memory: bytes.
         cores: physical cores of the host.
+        capability: CUDA's compute capability, which decides about kernels; of no meaning for the stand-in.
         source: where the rates are from, for reports.
     """
 
@@ -118,6 +119,7 @@ class Machine:
     copy_traffic: float = 1.0
     update_bytes: float = 26.0
     launch: float = 4e-6
+    capability: tuple[int, int] = (9, 0)
     source: str = "measured"
 
     @property
@@ -164,6 +166,7 @@ class Machine:
                 "grouped": _tables(values["grouped"]),
                 "attention_forward": _table(values["attention_forward"]),
                 "attention_backward": _table(values["attention_backward"]),
+                "capability": tuple(values.get("capability", (9, 0))),
             }
             known = {field.name for field in fields(Machine)}
             return Machine(**{name: value for name, value in values.items() if name in known} | tables)
@@ -204,8 +207,8 @@ _H200 = Machine(
 )  # fmt: skip
 
 
-def _server(name: str, peak: float, fp32: float, attention: tuple[float, float], bandwidth: float, memory: int,
-            link: tuple[float, float] = (55e9, 47e9)) -> Machine:  # fmt: skip
+def _server(name: str, capability: tuple[int, int], peak: float, fp32: float, attention: tuple[float, float],
+            bandwidth: float, memory: int, link: tuple[float, float] = (55e9, 47e9)) -> Machine:  # fmt: skip
     """A GPU in a host like the H200's: dense and fp32 FLOP/s reached, attention relative to the H200's, link rates."""
     alone, both = link
     factor = peak / 800e12
@@ -216,7 +219,7 @@ def _server(name: str, peak: float, fp32: float, attention: tuple[float, float],
         grouped=(("bf16", _H200.grouped[0][1].scaled(factor)),),
         attention_forward=_H200.attention_forward.scaled(attention[0]),
         attention_backward=_H200.attention_backward.scaled(attention[1]),
-        bandwidth=bandwidth, device_memory=memory, source="analytic, from data sheets",
+        bandwidth=bandwidth, device_memory=memory, capability=capability, source="analytic, from data sheets",
     )  # fmt: skip
 
 
@@ -243,10 +246,10 @@ _CPU = replace(
 
 _DEFAULTS: dict[str, Machine] = {
     "h200": _H200,
-    "h100": _server("H100", 790e12, 50e12, (1.0, 1.0), 2.7e12, 80 * 10**9),
-    "a100": _server("A100", 250e12, 15e12, (0.32, 0.31), 1.63e12, 80 * 10**9, (26e9, 22e9)),
-    "4090": _desktop(_server("RTX 4090", 145e12, 55e12, (0.22, 0.2), 0.81e12, 24 * _GIB, (26e9, 22e9))),
-    "5090": _desktop(_server("RTX 5090", 180e12, 75e12, (0.27, 0.24), 1.43e12, 32 * _GIB)),
+    "h100": _server("H100", (9, 0), 790e12, 50e12, (1.0, 1.0), 2.7e12, 80 * 10**9),
+    "a100": _server("A100", (8, 0), 250e12, 15e12, (0.32, 0.31), 1.63e12, 80 * 10**9, (26e9, 22e9)),
+    "4090": _desktop(_server("RTX 4090", (8, 9), 145e12, 55e12, (0.22, 0.2), 0.81e12, 24 * _GIB, (26e9, 22e9))),
+    "5090": _desktop(_server("RTX 5090", (12, 0), 180e12, 75e12, (0.27, 0.24), 1.43e12, 32 * _GIB)),
     "cpu": _CPU,
 }
 DEFAULTS = tuple(_DEFAULTS)
@@ -303,6 +306,8 @@ def _current(device: torch.device, path: Path) -> Machine:
         "host_memory": host_memory(),
         "cores": physical_cores(),
     }
+    if device.type == "cuda":
+        own["capability"] = torch.cuda.get_device_capability(device)
     if path.exists():
         return replace(_read(path, path.stat().st_mtime_ns), **own)
     name = device_name(device)

@@ -55,6 +55,17 @@ def module_calls(node: fx.Node) -> tuple[str, ...]:
     return tuple(names)
 
 
+def move_modules(node: fx.Node, old: str, new: str) -> None:
+    """Say that the node was traced in module `new` where it says that it was in `old`, or in a part of it."""
+    stack = {}
+    for key, (name, *rest) in (node.meta.get(MODULES) or {}).items():
+        own = _own(name)
+        if own == old or own.startswith(f"{old}."):
+            name = name[: len(name) - len(own)] + new + own[len(old) :]
+        stack[key] = (name, *rest)
+    node.meta[MODULES] = stack
+
+
 def source(node: fx.Node) -> str:
     """The user's own source line that the node came from, or ''."""
     lines = (node.meta.get(TRACE) or "").strip().splitlines()

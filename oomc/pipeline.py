@@ -7,10 +7,9 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
-import torch
 from torch import fx
 
-from oomc import steps
+from oomc import private, steps
 from oomc.errors import BudgetError
 from oomc.passes.assemble import Assemble
 from oomc.passes.canonicalize import Canonicalize
@@ -91,7 +90,7 @@ def with_plan(bare: Program, choose: ChooseResidency, observe: Observer | None =
     graph.output(output)
     for old, new in mapping.items():
         new.meta = copy.copy(old.meta)
-    program = replace(bare, step=fx.GraphModule(torch.nn.Module(), graph, class_name="Step"), plan=None)
+    program = replace(bare, step=private.lazy_module(graph, "Step"), plan=None)
     return run_passes(program, step_passes(choose), observe, verify)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -163,7 +164,8 @@ class Plan:
 
     def describe(self) -> str:
         """One line for reports."""
-        chunks = ", ".join(f"{name} in {b}x{s}" for name, (b, s) in self.chunks.items()) or "none"
+        shapes = Counter(chunk for chunk in self.chunks.values() if chunk != self.sizes)
+        chunks = ", ".join(f"{n} workset{'s' * (n != 1)} in {b}x{s}" for (b, s), n in shapes.items()) or "none"
         recomputed, offloaded = (sum(r == kind for r in self.residency.values()) for kind in ("recompute", "offload"))
         where = {"host": "host", "device": "device", "both": "host and device"}[self.where]
         count = len(self.resident)

@@ -17,6 +17,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.exc import UserError, UserErrorType
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -30,6 +31,7 @@ __all__ = [
     "fake_mode",
     "is_constraint",
     "is_data_dependent",
+    "lazy_module",
     "mark_stepped",
     "mode_of",
     "non_persistent",
@@ -75,6 +77,15 @@ def trace(function: Callable[..., Any], args: list[Any], mode: FakeTensorMode) -
 
 def _writes(node: torch.fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def lazy_module(graph: torch.fx.Graph, name: str) -> torch.fx.GraphModule:
+    """A GraphModule that writes and compiles its code when it is first called or asked for it.
+
+    Most scheduled programs are only looked at. Public as torch.fx.GraphModule, which does it at once, and again after
+    each change.
+    """
+    return _LazyGraphModule(torch.nn.Module(), graph, class_name=name)
 
 
 def use_expandable_segments() -> None:

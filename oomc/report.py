@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
+from torch import fx
 
-from oomc import steps
+from oomc import attention_kernels, meta, ops, steps
 from oomc.offloadable import value_bytes
 from oomc.plan import format_bytes
 from oomc.program import Program
-from oomc.simulate import Projection
+from oomc.simulate import Profiler, Projection, nbytes
+from oomc.worksets import Workset
 
 if TYPE_CHECKING:
     from oomc.compiler import Options
@@ -67,9 +69,10 @@ class Report:
         """The plan of a step with the figures of the last one."""
         assert program.plan is not None
         sections = {
-            "model": _model(program),
+            "model": describe_model(program),
             "loss": _loss(program),
             "plan": program.plan.describe(),
+            "worksets": _worksets(program),
             "device memory": _device(program, projection, metrics, options),
             "host memory": _host(host, program, options),
             "lanes": _lanes(program),
@@ -102,7 +105,8 @@ def _listed(notes: Any) -> list[Any]:
     return list(notes) if isinstance(notes, list | tuple) else [notes]
 
 
-def _model(program: Program) -> str:
+def describe_model(program: Program) -> str:
+    """How many parameters, blocks, worksets and forms there are."""
     trained = sum(s.layout.trainable_elements for s in program.slabs)
     total = sum(p.spec.numel for s in program.slabs for p in s.layout.places)
     layers = [b for b in program.blocks if b.name not in ("prologue", "epilogue")]
@@ -112,6 +116,42 @@ def _model(program: Program) -> str:
         f"{len(program.blocks)} blocks, {sum(len(b.worksets) for b in program.blocks)} worksets; "
         f"the {len(layers)} layers have {shapes} compiled form{'s' * (shapes != 1)}; {len(program.forms)} forms in all"
     )
+
+
+def _worksets(program: Program) -> str:
+    """Each form: what it may run in chunks of, and in which; what mixes tokens in it, and the bytes that pass there."""
+    assert program.plan is not None
+    sizes, profiler = program.plan.sizes, Profiler(program)
+    groups: dict[str, list[Workset]] = {}
+    for workset in (w for b in program.blocks for w in b.worksets):
+        groups.setdefault(workset.form, []).append(workset)
+    rows, fences = [], []
+    for worksets in groups.values():
+        first = worksets[0]
+        chunk = program.plan.chunks.get(first.name)
+        pieces = "whole" if chunk in (None, sizes) else f"{chunk[0]} x {chunk[1]}"
+        rows.append((first.name, f"{len(worksets)} x", first.chunk or "-", pieces))
+        values = {n for n in (*first.inputs, *first.outputs) if isinstance(n, fx.Node) and n.op != "placeholder"}
+        passing = sum(nbytes(meta.value(n), lambda size: profiler.number(size, sizes)) for n in values)
+        for fence in first.fences:
+            fences.append((first.name, f"{len(worksets)} x", fence + _kernel(first, fence), format_bytes(passing)))
+    table = tabulate(rows, headers=["workset", "", "chunks of", "now"], tablefmt="plain")
+    if not fences:
+        return table
+    mixing = tabulate(fences, headers=["tokens are mixed in", "", "by", "values there"], tablefmt="plain")
+    return f"{table}\n\n{mixing}"
+
+
+def _kernel(workset: Workset, fence: str) -> str:
+    """Which kernel attention runs with."""
+    node = next((n for n in workset.nodes if n.target is ops.attention), None)
+    if node is None or not fence.startswith("oomc.attention"):
+        return ""
+    q, k, v, sinks, segments, _, causal, window, softcap = node.args
+    of = [meta.value(n) for n in (q, k, v)]  # type: ignore[arg-type]
+    special = sinks is not None or segments is not None
+    kernel = attention_kernels.choose(of[0], of[1], of[2], special, causal, window, softcap)  # type: ignore[arg-type]
+    return f" ({kernel} kernel)"
 
 
 def _loss(program: Program) -> str:
@@ -128,9 +168,10 @@ def _loss(program: Program) -> str:
     return f"accumulation: micro-batches weigh {weighting}\n{router}"
 
 
-def _device(program: Program, projection: Projection, metrics: dict[str, Any], options: Options) -> str:
+def device_rows(program: Program, projection: Projection) -> list[tuple[str, str, int]]:
+    """What the step's own tensors take on the device at the peak: name, note and bytes."""
     assert program.plan is not None
-    rows = [
+    return [
         ("weights in flight", f"{len(program.plan.slots)} slots", sum(program.plan.slots)),
         (
             "state and its staging", f"{len(program.plan.resident)} slabs of {len(program.slabs)} live here",
@@ -138,26 +179,36 @@ def _device(program: Program, projection: Projection, metrics: dict[str, Any], o
         ),
         ("inputs, buffers, constants", "", projection.fixed - sum(program.plan.slots) - program.plan.update_bytes),
         ("values, gradients, temporaries", f"at {projection.at}", projection.peak - projection.fixed),
-        ("projected peak", "", metrics.get("device_projected", projection.peak)),
     ]  # fmt: skip
+
+
+def _device(program: Program, projection: Projection, metrics: dict[str, Any], options: Options) -> str:
+    rows = device_rows(program, projection)
+    rows.append(("projected peak", "", metrics.get("device_projected", projection.peak)))
     if "device_peak" in metrics:
         rows.append(("measured peak", "", metrics["device_peak"]))
     if options.budget.device is not None:
         rows.append(("allowed", "", options.budget.device))
-    return _table(rows)
+    return size_table(rows)
 
 
-def _host(host: dict[str, int], program: Program, options: Options) -> str:
+def host_rows(host: dict[str, int], program: Program) -> list[tuple[str, str, int]]:
+    """What the step takes on the host, and the sum: name, note and bytes."""
     trained = max(1, sum(s.layout.trainable_elements for s in program.slabs))
     total = sum(host.values())
     rows = [(name, "", count) for name, count in host.items() if count]
-    rows.append(("in all", f"{total / trained:.2f} bytes a trained parameter", total))
+    return [*rows, ("in all", f"{total / trained:.2f} bytes a trained parameter", total)]
+
+
+def _host(host: dict[str, int], program: Program, options: Options) -> str:
+    rows = host_rows(host, program)
     if options.budget.host is not None:
         rows.append(("allowed", "", options.budget.host))
-    return _table(rows)
+    return size_table(rows)
 
 
-def _table(rows: list[tuple[str, str, int]]) -> str:
+def size_table(rows: list[tuple[str, str, int]]) -> str:
+    """A table of names, bytes and notes."""
     return tabulate([(n, format_bytes(b), w) for n, w, b in rows], colalign=("left", "right", "left"), tablefmt="plain")
 
 

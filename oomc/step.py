@@ -96,7 +96,7 @@ class Step:
         first = accumulate and not state.accumulates
         state.accumulates |= accumulate
         updates = state.size_updates(bare)
-        allowed = state.resident if taken else self._may_be_resident(bare)
+        allowed = state.resident if taken else self._compiler.may_be_resident(bare)
         try:
             scheduled = self._compiler.plan(batch, updates, allowed, taken, accumulate)
             assert scheduled.program.plan is not None
@@ -108,12 +108,6 @@ class Step:
             raise
         self._current = scheduled
         return scheduled
-
-    def _may_be_resident(self, bare: Program) -> frozenset[str]:
-        """Slabs that may live on the device: all, but for a stand-in whose memory is the host's, without a budget."""
-        if self._options.device.type == "cpu" and self._options.budget.device is None:
-            return frozenset()
-        return frozenset(slab.name for slab in bare.slabs)
 
     # -- memory ---------------------------------------------------------------------------------------------------
 

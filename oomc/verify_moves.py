@@ -102,7 +102,7 @@ def _verify_offloads(
             carried[str(node.args[1])].append(node)
     for slab, copies in offloads.items():
         for copy in copies:
-            times = len(retires[copy]) or len(carried[slab])
+            times = len(retires[copy]) + len(carried[slab])
             if times != 1:
                 faults.add(f"the offload of {slab} is retired {times} times, not once", copy)
             for grad in copy.args[3]:  # type: ignore[union-attr]

@@ -20,6 +20,7 @@ After:
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -37,13 +38,12 @@ class InsertRecompute:
     def __call__(self, program: Program) -> PassResult:
         assert program.step is not None and program.plan is not None
         again = {name for name, where in program.plan.residency.items() if where == "recompute"}
-        changed = False
-        nodes: list[list[fx.Node]] = [[] for _ in program.blocks]
+        nodes: dict[int, list[fx.Node]] = defaultdict(list)
         for node in program.step.graph.nodes:
-            if meta.note(node).block >= 0:
-                nodes[meta.note(node).block].append(node)
-        for block, mine in enumerate(nodes):
-            changed |= _Recompute(program, block, mine, again).insert()
+            nodes[meta.note(node).block].append(node)
+        changed = False
+        for block in range(len(program.blocks)):
+            changed |= _Recompute(program, block, nodes[block], again).insert()
         return PassResult(program, changed)
 
 

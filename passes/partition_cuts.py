@@ -24,6 +24,8 @@ from oomc.worksets import Chunk
 
 VIEWS = frozenset({"view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "expand", "flatten", "unflatten",
                    "t", "mT", "detach", "alias", "_unsafe_view", "select", "slice"})  # fmt: skip
+MOST = 2**18
+"""The capacity of the largest value; there are fewer than 2**12 values in a block."""
 ALWAYS = 2**30
 """A capacity that no cut goes through."""
 
@@ -66,6 +68,7 @@ class _Cut:
     def one(self) -> Part:
         """All nodes in one; a sum over all rows that is used again here cannot be in chunks."""
         self._find_groups()
+        self.level = dict.fromkeys(self.nodes, 0)
         part = self._part(self.nodes)
         if any(self.analysis.flows[n].sums and any(u in self.nodes for u in n.users) for n in self.nodes):
             part.chunk = ""
@@ -134,7 +137,7 @@ class _Cut:
                     base = max(base, *self.level.values()) if self.level else base
                 if self._is_part(node):
                     self.level[node] = self.level[node.args[0]]  # type: ignore[index]
-                elif self._is_plain(node) and not is_mutating(node):
+                elif self._is_plain(node) and not self._mixes(node) and not is_mutating(node):
                     self.level[node] = base
                 else:
                     self.level[node] = base + (base % 2 != self._mixes(node))
@@ -165,11 +168,13 @@ class _Cut:
         if it stays, and its value, which costs its bytes if the node stays and a user does not.
         """
         index = {n: i for i, n in enumerate(nodes)}
+        costs = {n: rough_bytes(meta.value(n)) for n in nodes}
+        largest = max([MOST, *costs.values()])  # so that capacities fit 32 bits
         source, sink = 2 * len(nodes), 2 * len(nodes) + 1
         edges: dict[tuple[int, int], int] = {}
         for node, i in index.items():
             value = len(nodes) + i
-            edges[i, value] = 0 if self._is_part(node) else min(rough_bytes(meta.value(node)), ALWAYS // 4096)
+            edges[i, value] = 0 if self._is_part(node) else -(-costs[node] * MOST // largest)
             moves = self.analysis.flows[node].sums or node.users.keys() - self.level.keys()
             if moves or any(self.level[u] == level + 1 for u in node.users if u in self.level):
                 edges[source, i] = ALWAYS

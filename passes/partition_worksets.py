@@ -125,16 +125,10 @@ def find_blocks(graph: fx.Graph) -> list[tuple[str, list[fx.Node]]]:
 def find_layers(nodes: list[fx.Node]) -> dict[fx.Node, str]:
     """The layer that each node was traced in: an entry of an outermost module list, else a top-level module."""
     stacks = {n: meta.module_calls(n) for n in nodes}
-    entries: dict[str, set[str]] = defaultdict(set)
-    for stack in stacks.values():
-        for name in stack:
-            if match := INDEXED.match(name):
-                entries[match["list"]].add(match["index"])
     layers: dict[fx.Node, str] = {}
     for node, stack in stacks.items():
         for name in stack:
-            match = INDEXED.match(name)
-            if match and len(entries[match["list"]]) > 1:
+            if INDEXED.match(name):
                 layers[node] = name
                 break
     if layers:

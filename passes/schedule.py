@@ -76,15 +76,23 @@ def hold_gradients(graph: fx.Graph, plan: Plan) -> None:
     blocks = list(dict.fromkeys(meta.note(node).block for node in retires))
     first = {block: next(o for o in offloads if meta.note(o).block == block) for block in blocks}
     uses = _first_uses(graph)
-    carried: set[str] = set()
     (output,) = graph.find_nodes(op="output")
-    for node, copy in zip(retires, offloads, strict=True):
-        assert isinstance(copy, fx.Node)
-        later = blocks.index(meta.note(node).block) + plan.hold
+
+    def later(node: fx.Node) -> int:
+        return blocks.index(meta.note(node).block) + plan.hold
+
+    def is_carried(node: fx.Node, copy: fx.Node) -> bool:
         slab, mode = str(copy.args[1]), copy.args[4]
         # what is kept on the device is read after the norm is known, so after this step's last node
         stays = mode == "keep" and slab in plan.resident
-        if (stays or (mode == "update" and plan.hold and later >= len(blocks))) and slab in uses:
+        return (stays or (mode == "update" and plan.hold > 0 and later(node) >= len(blocks))) and slab in uses
+
+    pairs = list(zip(retires, offloads, strict=True))
+    here = {copy.args[1] for node, copy in pairs if not is_carried(node, copy)}
+    carried: set[str] = set()
+    for node, copy in pairs:
+        slab = str(copy.args[1])
+        if slab not in here:  # all that the slab's update reads is carried, or nothing
             if slab not in carried:
                 with graph.inserting_before(uses[slab]):
                     new = graph.call_function(steps.retire_carried, (node.args[0], slab))
@@ -92,7 +100,7 @@ def hold_gradients(graph: fx.Graph, plan: Plan) -> None:
                 carried.add(slab)
             graph.erase_node(node)
         elif plan.hold:
-            (first[blocks[later]] if later < len(blocks) else output).prepend(node)
+            (first[blocks[later(node)]] if later(node) < len(blocks) else output).prepend(node)
 
 
 def _first_uses(graph: fx.Graph) -> dict[str, fx.Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -221,14 +222,16 @@ def run_chunks(
         graph: the variant's graph.
         chunk: (batch, sequence) size of a tile.
         args: as for a whole run; its sizes are those of the whole batch.
-        most: stop after so many tiles (for projections: from the second on, all take the same memory).
+        most: run only so many tiles, the largest (for projections: from the second on, all take the same memory).
     """
     kinds = arguments_of(form, variant)
     cover = tiles(*whole_sizes(kinds, args), chunk)
     if len(cover) == 1:
         return tuple(graph(*args))
+    if most is not None:
+        cover = sorted(cover, key=lambda tile: math.prod(_sizes(tile)), reverse=True)[:most]
     totals = totals_of(form, variant)
-    for tile in cover[:most]:
+    for tile in cover:
         part_args = [kind.part(arg, tile) for kind, arg in zip(kinds, args, strict=True)]
         parts = list(graph(*part_args))
         del part_args

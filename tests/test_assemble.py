@@ -46,7 +46,7 @@ def test_the_count_of_valid_labels_leaves_before_any_gradient(kind: str) -> None
     assert nodes.index(count) < min(i for i, n in enumerate(nodes) if n.target is steps.gradients)
     loss = program.blocks[-1].worksets[-1].name  # which divides by the count
     assert not count.users
-    assert all(u is count or meta.note(u).workset == loss for u in count.args[1].users)  # type: ignore[union-attr]
+    assert all(u is count or meta.note(u).workset == loss for u in count.args[1].users)
 
 
 def test_a_loss_without_a_count_counts_nothing() -> None:

@@ -287,6 +287,34 @@ def test_case_22_an_unused_parameter_is_left_alone() -> None:
     assert torch.equal(model.unused.weight, eager.unused.weight)  # type: ignore[union-attr, arg-type]
 
 
+@pytest.mark.parametrize("chunk_tokens", [None, 16])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_case_16_packed_documents_do_not_see_each_other(name: str, chunk_tokens: int | None) -> None:
+    """Loss and gradients of each of two documents in one row are what they are alone; windows and chunks too."""
+    model = tiny.build(name)
+    eager = copy.deepcopy(model)
+    ids = tokens(1, 38, seed=3)["input_ids"]
+    positions = torch.cat([torch.arange(15), torch.arange(23)])[None]
+    step = compiled(model, {"input_ids": ids, "labels": ids, "position_ids": positions}, chunk_tokens=chunk_tokens)
+    for document in (slice(0, 15), slice(15, 38)):
+        labels = torch.full_like(ids, -100)
+        labels[:, document] = ids[:, document]
+        labels[:, document.start] = -100  # the last token of the other document does not predict it
+        loss = step.forward_backward(input_ids=ids, labels=labels, position_ids=positions)
+        alone = eager(input_ids=ids[:, document], labels=ids[:, document], use_cache=False).loss
+        assert relative(loss, alone) <= 1e-5
+        (alone * (document.stop - document.start - 1)).backward()
+        error, where = worst(step.gradients(), {n: p.grad for n, p in eager.named_parameters() if p.grad is not None})
+        assert error <= 1e-5, where
+
+
+@pytest.mark.parametrize(("name", "why"), [("gpt_oss", "without looking at position_ids"), ("qwen3_next", "linear")])
+def test_case_16_what_would_mix_packed_documents_is_refused(name: str, why: str) -> None:
+    batch = tokens(1, 38) | {"position_ids": torch.cat([torch.arange(15), torch.arange(23)])[None]}
+    with pytest.raises(oomc.UnsupportedError, match=why):
+        compiled(tiny.build(name), batch)
+
+
 def test_case_26_sequence_lengths_in_turn() -> None:
     torch.manual_seed(0)
     model = Stack(2)
@@ -319,10 +347,15 @@ def test_case_27_no_square_of_the_sequence_in_the_plan() -> None:
 
 
 def test_case_35_the_loss_never_holds_all_logits() -> None:
-    model = tiny.build("llama", vocab_size=20_000, hidden_size=16, tie_word_embeddings=False)
-    step = compiled(model, tokens(1, 1024), device="40MiB")
-    assert step.projected < 1024 * 20_000 * 4
-    assert step.plan.chunks
+    """150,000 words and 4,096 tokens: all logits are 2.3 GiB in fp32, and there is not even a seventh of it."""
+    model = tiny.build("llama", vocab_size=150_000, hidden_size=16, num_hidden_layers=1, tie_word_embeddings=False)
+    batch = tokens(1, 4096, vocab=150_000)
+    step = compiled(model, batch, device="500MiB", updates="host")
+    rows, columns = step.plan.chunks["epilogue/1"]
+    assert rows * columns < 4096
+    step(**batch)
+    assert step.metrics["device_peak"] <= step.projected <= 500 << 20
+    assert step.projected < 4096 * 150_000 * 4 // 4
 
 
 def test_case_36_a_loop_over_hit_experts_is_refused_by_name() -> None:

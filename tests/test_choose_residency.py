@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oomc.passes import choose_residency
-from oomc.passes.choose_residency import CANDIDATES, CHUNK_TOKENS, LOSS_TOKENS, Candidate, ChooseResidency
+from oomc.passes.choose_residency import (
+    CANDIDATES,
+    CHUNK_TOKENS,
+    LARGE_CHUNKS,
+    LOSS_TOKENS,
+    SMALL_CHUNKS,
+    Candidate,
+    ChooseResidency,
+)
 from oomc.plan import Budget, Residency
 from oomc.printer import print_program
 from oomc.runtime.compute import tiles
@@ -82,7 +90,9 @@ def test_attention_runs_in_whole_batch_rows(batch: int, sequence: int, candidate
 
 def test_candidates_become_more_frugal() -> None:
     assert CANDIDATES[0][0] == Candidate(CHUNK_TOKENS[0], 1, 1, keep=True)
-    assert CANDIDATES[-1][-1] == Candidate(CHUNK_TOKENS[-1], 0, 0, stage=False)
+    assert CANDIDATES[-1][-1] == Candidate(CHUNK_TOKENS[-1], 0, 0, stage=False, offload=True)
+    assert CANDIDATES == LARGE_CHUNKS + SMALL_CHUNKS
+    assert min(c.tokens for g in LARGE_CHUNKS for c in g) > max(c.tokens for g in SMALL_CHUNKS for c in g)
     assert len(set(ALL)) == len(ALL)
     for group in CANDIDATES:
         assert {replace(c, tokens=0) for c in group} == {replace(group[0], tokens=0)}

@@ -12,11 +12,14 @@ from torch import fx
 from oomc import meta, ops, pipeline, private
 from oomc.dims import name_of
 from oomc.models import tiny
+from oomc.passes.choose_residency import Candidate, ChooseResidency
 from oomc.program import Program
 from oomc.runtime.compute import tiles
 from oomc.simulate import Projection
 from oomc.worksets import Workset
-from tests.helpers import Blind, assert_same_gradients, compiled, tokens
+from tests import programs
+from tests.helpers import Blind, assert_same_gradients, compiled, relative, tokens, worst
+from tests.reference import Reference
 from tests.rounding import assert_rounds_as_eager
 
 CASES = [
@@ -77,6 +80,23 @@ def test_models_in_bf16(name: str, chunk: int) -> None:
     step.close()
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next"])
+def test_blocks_that_run_whole_in_chunks_of_rows(name: str) -> None:
+    bare = pipeline.in_whole_blocks(partitioned(name))
+    assert bare is not None
+    assert {b.worksets[0].chunk for b in bare.blocks[1:-1]} == {"rows"}
+    assert all(len(b.worksets) == 1 for b in bare.blocks[1:-1])
+    own, batch = tiny.build(name), tokens(3, 24, seed=5, masked=True)
+    reference = Reference(own)
+    loss = reference.accumulate(**batch)
+    for chunk in (24, 48, 72):
+        program = pipeline.with_plan(bare, ChooseResidency((3, 24), candidate=Candidate(chunk, 0, 0, keep=True)))
+        got, gradients = programs.run_step(program, own, batch)
+        assert relative(got, loss) <= 1e-6
+        error, parameter = worst(gradients, reference._sums)
+        assert error <= 1e-5, (chunk, parameter, error)
+
+
 # --- what does not run in chunks of tokens is attention and its like, and positions
 
 PRODUCTS = frozenset({"linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "einsum", "conv1d", "oomc.grouped_mm"})
@@ -89,7 +109,7 @@ def partitioned(name: str) -> Program:
     """A tiny model's worksets, differentiated: those of the steps above."""
     step = compiled(tiny.build(name), tokens(1, 21), like=("chunks", name, False), chunk_tokens=21)
     assert step._current is not None
-    program = step._current.program
+    program = step._current.bare
     step.close()
     return program
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import oomc
-from oomc import cli
+from oomc import cli, cli_plan, machine
 from oomc.data import ByteTokenizer
 from oomc.errors import BudgetError
 
@@ -324,3 +325,92 @@ def test_checkpoints_have_the_tokenizer(steps: list[StubStep], text: str, tmp_pa
     options = ["--steps", "1", "--batch", "1", "--seq", "1", "--checkpoint", str(tmp_path / "ck")]
     assert cli.main(["train", str(tmp_path / "model"), "--data", str(tmp_path / "words.txt"), *options]) == 0
     assert not isinstance(cli.load_tokenizer(tmp_path / "ck"), ByteTokenizer)
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The config.json of a tiny model, which is traced once for all tests."""
+    pytest.importorskip("transformers")
+    from oomc.estimate import _Compiler
+    from oomc.models import tiny
+
+    trace = _Compiler.capture
+
+    def capture(self: _Compiler, *args: Any) -> Any:
+        if not TRACED:
+            TRACED.append(trace(self, *args))
+        return TRACED[0]
+
+    monkeypatch.setattr(_Compiler, "capture", capture)
+    model: Any = tiny.build("llama", torch.bfloat16)
+    model.config.save_pretrained(tmp_path)
+    return str(tmp_path / "config.json")
+
+
+TRACED: list[Any] = []
+
+
+def test_plan_prints_and_writes_the_figures(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    options = "--machine H200 --device-budget 24GiB --host-budget 2GiB --batch 2 --seq 128 --clip 1".split()
+    assert cli.main(["plan", config, *options, "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert f"{config} on H200" in out and "projected peak" in out and "bound by" in out
+    figures = json.loads(path.read_text())
+    assert figures["fits"] and figures["batch"] == 2 and figures["seq"] == 128
+    assert f"step {figures['step_s']:.3f} s" in out
+    assert figures["budget"] == {"device": 24 << 30, "host": 2 << 30}
+
+
+def test_plan_says_what_is_missing(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    plan = ["plan", config, *"--machine H200 --batch 2 --seq 128 --json".split(), str(path)]
+    budget: list[str] = []
+    for tier in ("device", "host"):  # a device that is just large enough leaves all state to the host
+        assert cli.main([*plan, *budget, f"--{tier}-budget", "100KiB"]) == 2
+        error = capsys.readouterr().err
+        assert f"does not fit the {tier} budget" in error and "needed" in error
+        figures = json.loads(path.read_text())
+        assert figures["fits"] is False and figures["error"] in error
+        budget += [f"--{tier}-budget", str(figures[f"smallest_{tier}"])]
+    assert cli.main([*plan, *budget]) == 0
+
+
+def test_plan_sweeps(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli_plan, "CONTEXTS", (64, 16384))
+    monkeypatch.setattr(cli_plan, "DEVICE_BUDGETS", ("1MiB", "2MiB", "24GiB", "200GiB"))
+    path = tmp_path / "sweep.json"
+    assert cli.main(["plan", config, "--machine", "H200", "--batch", "3", "--sweep", "--json", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == "tokens 1.0 MiB 2.0 MiB 24.00 GiB 131.32 GiB".split()
+    assert [line.split()[2] for line in lines[2:]] == ["64", "16384"]
+    cells = json.loads(path.read_text())["cells"]
+    assert [(c["context"], c["device_budget"] >> 20, c["fits"]) for c in cells[:4]] == [
+        (64, 1, False), (64, 2, False), (64, 24 << 10, True), (64, 141 * 10**9 >> 20, True),
+    ]  # fmt: skip
+    assert cells[0]["smallest_device"] == cells[1]["smallest_device"] > 2 << 20
+    assert lines[2].count("needs") == 2 and lines[2].count("/s") == 2
+
+    small = replace(machine.default("H200"), device_memory=4 << 20).save(tmp_path / "small.json")
+    monkeypatch.setattr(cli_plan, "CONTEXTS", (64,))
+    assert cli.main(["plan", config, "--machine", str(small), "--sweep"]) == 2
+    assert capsys.readouterr().out.splitlines()[2].count("needs") == 3
+    assert str(cli_plan.Cell(64, 1, BudgetError("", smallest_host=3 << 30))) == "host needs 3.00 GiB"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["Qwen3-31B"], "there are Qwen3-30B-A3B"),
+        (["llama-3-8b", "--machine", "H2000"], "no machine is known as 'H2000'"),
+        (["llama-3-8b", "--device-budget", "24 pounds"], "is no size"),
+        (["llama-3-8b", "--sweep", "--device-budget", "24GiB"], "leave out --device-budget"),
+        (["llama-3-8b", "--optimizer", "sgd", "--state", "8bit"], "is not supported for torch.optim.SGD"),
+    ],
+)
+def test_mistakes_of_plan_are_messages(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert cli.main(["plan", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -112,7 +112,7 @@ def test_what_is_put_together_lies_as_the_tiles_do() -> None:
         total = Total(layout, adds=False)
         for tile in tiles(B, S, (2, 3)):
             part = piece[tile.rows, tile.columns]
-            order = sorted(range(3), key=lambda d: -piece.stride(d))
+            order = sorted(range(3), key=lambda d: piece.stride(d), reverse=True)
             total.add(part.permute(order).contiguous().permute(sorted(range(3), key=order.__getitem__)), tile)
         whole = total.take()
         assert whole is not None and torch.equal(whole, piece)

@@ -71,7 +71,7 @@ def test_whether_a_workset_runs_in_chunks_matters() -> None:
     form, _ = form_of(scaled(2.0))
     texts = [structure_text(form)]
     for chunk in ("rows", "tokens"):
-        form.chunk = chunk  # type: ignore[assignment]
+        form.chunk = chunk
         assert structure_text(form) not in texts
         texts.append(structure_text(form))
 

@@ -25,7 +25,7 @@ def value(program: Program, source: str) -> torch.fx.Node:
     [
         ("embedding", ""),
         ("getitem_16", ""),
-        ("layers.0/2:saved.1", ""),
+        ("layers.0/3:saved.1", ""),
         ("getitem", "it shares its memory with another result of its workset"),
         ("getitem_2", "it shares its memory with another result of its workset"),
     ],

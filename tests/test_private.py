@@ -176,3 +176,15 @@ def test_hooks_that_are_always_called_are_so_after_an_error() -> None:
     with pytest.raises(RuntimeError):
         module(torch.ones(3))
     assert called == [1]
+
+
+def test_a_lazy_module_makes_its_code_when_it_is_called() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    output = graph.output(x)
+    module = private.lazy_module(graph, "Step")
+    with graph.inserting_before(output):
+        output.args = (graph.call_function(torch.neg, (x,)),)
+    module.recompile()
+    assert torch.equal(module(torch.ones(2)), -torch.ones(2))
+    assert "neg" in module.code and type(module).__name__ == "Step"

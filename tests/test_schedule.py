@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from oomc import steps
+from oomc import meta, steps
 from oomc.passes.choose_residency import Candidate
 from oomc.passes.schedule import Schedule, assign_host_slots, assign_slots
 from oomc.printer import print_program
@@ -51,16 +51,24 @@ def test_gradients_of_so_many_blocks_are_held(hold: int) -> None:
     program = programs.up_to("topk", "schedule", Candidate(8, 1, hold))
     nodes = list(program.graph.nodes)
     offloads = [n for n in nodes if n.target is steps.offload]
+    order = list(dict.fromkeys(meta.note(o).block for o in offloads))  # of blocks, each with an offload or more
     carried = {n.args[1]: n for n in nodes if n.target is steps.retire_carried}
-    assert set(carried) == ({o.args[1] for o in offloads[max(0, len(offloads) - hold) :]} if hold else set())
+    last = order[max(0, len(order) - hold) :] if hold else []
+    assert set(carried) == {o.args[1] for o in offloads if meta.note(o).block in last}
     for slab, node in carried.items():
         assert node.next.target is steps.wait and node.next.args[1].args[1] == slab, "it ends where the slab is used"
-    for index, offload in enumerate(offloads[: len(offloads) - len(carried)]):
+    for offload in (o for o in offloads if o.args[1] not in carried):
         (retire,) = (n for n in nodes if n.target is steps.retire and n.args[1] is offload)
-        later = [o for o in offloads if nodes.index(offload) < nodes.index(o) < nodes.index(retire)]
-        assert len(later) == max(0, hold - 1)
         between = nodes[nodes.index(offload) : nodes.index(retire)]
-        assert retire.next is offloads[index + hold] if hold else not any(n.target in steps.COMPUTE for n in between)
+        later = {meta.note(n).block for n in between if n.target is steps.offload} - {meta.note(offload).block}
+        assert len(later) == max(0, hold - 1)
+        if not hold:
+            assert not any(n.target in steps.COMPUTE for n in between)
+            continue
+        room = next(n for n in nodes[nodes.index(retire) :] if n.target is not steps.retire)  # for the next block's
+        assert room is next(
+            o for o in offloads if meta.note(o).block == order[order.index(meta.note(offload).block) + hold]
+        )
 
 
 def test_nothing_to_schedule() -> None:

@@ -195,7 +195,7 @@ def try_only(monkeypatch: pytest.MonkeyPatch, candidates: Sequence[Sequence[Cand
 
 LARGE = (4, 96)
 """Values between blocks are 96 KiB."""
-FEW = tuple(tuple(c for c in group if c.tokens == 16) for group in CANDIDATES)
+FEW = tuple(g for g in (tuple(c for c in group if c.tokens == 16) for group in CANDIDATES) if g)
 
 
 def smallest(monkeypatch: pytest.MonkeyPatch, offload: bool) -> int:

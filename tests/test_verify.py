@@ -408,7 +408,7 @@ def test_two_offloads_of_one_gradient(step: Program) -> None:
     again = clone_after(offload, offload)
     with step.graph.inserting_after(again):
         step.graph.call_function(steps.retire, (offload.args[0], again))
-    broken(step, "the gradient of layers.0.norm.weight is offloaded a second time")
+    broken(step, "the gradient of layers.0.router.weight is offloaded a second time")
 
 
 def test_missing_offload(step: Program) -> None:
@@ -422,14 +422,14 @@ def test_gradient_left_out_of_an_offload(step: Program) -> None:
     offload = call(step, steps.offload, "layers.0")
     set_arg(offload, 2, offload.args[2][1:])  # type: ignore[index]
     set_arg(offload, 3, offload.args[3][1:])  # type: ignore[index]
-    broken(step, "the gradient of layers.0.norm.weight from layers.0/0 is never offloaded")
+    broken(step, "the gradient of layers.0.router.weight from layers.0/3 is never offloaded")
 
 
 def test_gradients_under_each_others_names(step: Program) -> None:
     offload = call(step, steps.offload, "layers.0")
     grads: Any = offload.args[3]
     set_arg(offload, 3, (grads[1], grads[0], *grads[2:]))
-    broken(step, "the gradient of layers.0.norm.weight has the contribution of layers.0/0 by mistake")
+    broken(step, "the gradient of layers.0.router.weight has the contribution of layers.0/3 by mistake")
 
 
 def test_missing_add(step: Program) -> None:
