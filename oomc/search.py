@@ -29,6 +29,8 @@ EVALUATIONS = 40_000
 """How many evaluations of one block an improvement may take."""
 TRIED = 12
 """How many changes that do not fit are paired with ones that make room, each time."""
+REPAIRED = 8
+"""How many points that do not fit are repaired where none fits."""
 LEAST = 1e-6
 """The relative gain for which a change is made."""
 
@@ -64,7 +66,7 @@ class Search:
 
     def best(self, count: int = 1) -> list[Found]:
         """The best decisions that fit, best first; empty if none do."""
-        grid = self.grid()
+        grid = self.grid() or self.repaired()
         found = {(f.index, f.decisions): f for f in grid[:count]}
         for start in _spread(grid, STARTS):
             better = self.improve(start)
@@ -135,6 +137,38 @@ class Search:
 
     def _fits_device(self, instance: Instance, d: Decisions) -> bool:
         return self.device is None or instance.device_bytes(d) <= self.device
+
+    def repaired(self) -> list[Found]:
+        """What fits although nothing uniform does: single changes that bring it nearer to both budgets."""
+        starts: list[tuple[float, int, Decisions]] = []
+        for index, instance in enumerate(self.instances):
+            order = [i for i, ok in enumerate(instance.movable) if ok and i not in self.pinned]
+            none = tuple(i in self.pinned for i in range(len(instance.weight)))
+            for base in self._uniform(instance):
+                for count in range(0, len(order) + 1, max(1, len(order) // 4)):
+                    d = _with(base, none, order[:count])
+                    starts.append((self._over(instance, d), index, d))
+        starts.sort(key=lambda each: each[0])
+        found: list[Found] = []
+        for over, index, d in starts[:REPAIRED]:
+            instance = self.instances[index]
+            while over > 0:
+                nearest = min(self.changes(instance, d), key=lambda o: self._over(instance, o))
+                if self._over(instance, nearest) >= over:
+                    break
+                over, d = self._over(instance, nearest), nearest
+            if over <= 0:
+                found.append(Found(index, d, instance.evaluate(d)))
+        return sorted(found, key=lambda f: f.outcome.score)
+
+    def _over(self, instance: Instance, d: Decisions) -> float:
+        """By how much the budgets are exceeded, as shares of them."""
+        over = 0.0
+        if self.device is not None:
+            over += max(0.0, instance.device_bytes(d) / self.device - 1)
+        if self.host is not None:
+            over += max(0.0, instance.host_bytes(d) / self.host - 1)
+        return over
 
     # -- local search ---------------------------------------------------------------------------------------------
 
