@@ -63,6 +63,9 @@ class StubStep:
     def load(self, directory: str) -> Any:
         return self.extra
 
+    def record(self) -> None:
+        self.calls.append("record")
+
     def report(self, stage: str | None = None) -> StubReport:
         self.stages.append(stage)
         return StubReport()
@@ -104,7 +107,7 @@ def test_train_a_preset(steps: list[StubStep], text: str, tmp_path: Path, capsys
     assert step.options["device"] == "cpu"
     assert (step.options["max_grad_norm"], step.options["state"]) == (None, "fp32")
     assert step.options["example"]["input_ids"].shape == (2, 16)
-    assert step.calls == ["step"] * 3
+    assert step.calls == ["step", "step", "record", "step"]
     assert step.model.dtype == torch.float32
     assert next(step.model.parameters()).is_meta, "the step draws the weights, block by block"
     out = capsys.readouterr().out
@@ -213,7 +216,7 @@ def test_bytes_where_the_model_has_no_tokenizer(tmp_path: Path) -> None:
         ([*TRAIN, "--resume", "absent"], "there is no checkpoint of oomc at"),
         ([*TRAIN, "--checkpoint", "tests"], "is not empty and no checkpoint of oomc"),
         ([*TRAIN, "--checkpoint", "new", "--save", "./new"], "--save and --checkpoint are one directory"),
-        ([*TRAIN, "--report", "report.html"], "a report is saved as .txt or .json"),
+        ([*TRAIN, "--report", "report.pdf"], "a report is saved as .txt, .json, .html or .trace.json, not .pdf"),
         ([*TRAIN, "--momentum", "0.9"], "--momentum is an option of --optimizer sgd"),
         ([*TRAIN, "--optimizer", "sgd", "--state", "8bit"], "is not supported for torch.optim.SGD"),
         ([*TRAIN, "--clip", "0"], "is no norm to clip to"),
