@@ -18,7 +18,7 @@ from oomc import cli_plan
 from oomc.checkpoint_files import foreign_entries, locate
 from oomc.data import ByteTokenizer, TokenBatches, Tokenizer, load_tokens
 from oomc.errors import OomcError
-from oomc.report import ENDINGS, check_ending
+from oomc.report import ENDINGS, check_ending, check_endings
 
 # Qwen3-MoE architectures with random weights. The first two read bytes; the last has its published sizes.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -342,9 +342,7 @@ def report_of(args: argparse.Namespace) -> str:
     if path.suffix != ".json":
         raise ValueError(f"{path}: a page or a trace is made of a report that was saved as .json")
     report = oomc.Report.load(path)
-    for ending, target in wanted.items():
-        if target and check_ending(target) != ending:
-            raise ValueError(f"{target} does not end with {ending}")
+    check_endings(wanted)
     return "\n".join(str(report.save(target)) for target in wanted.values() if target)
 
 

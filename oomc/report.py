@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,17 @@ def check_ending(path: str | Path) -> str:
         least, last = ", ".join(ENDINGS[:-1]), ENDINGS[-1]
         raise ValueError(f"a report is saved as {least} or {last}, not {Path(path).suffix or 'without an ending'}")
     return max(found, key=len)
+
+
+def check_endings(paths: Mapping[str, str | None]) -> None:
+    """Refuse files that are wanted and do not end as they should.
+
+    Raises:
+        ValueError: there is one; paths are by ending, or None.
+    """
+    for ending, path in paths.items():
+        if path is not None and not path.endswith(ending):
+            raise ValueError(f"{path} does not end with {ending}")
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,10 @@ def _sections(data: dict[str, Any]) -> list[str]:
         charts += [f"<h3>measured: {seconds(measured['step_s'])}</h3>",
                    lanes(measured["events"], own, measured["step_s"])]  # fmt: skip
     legend = "".join(f'<span><i class="k {kind}"></i>{kind}</span>' for kind in KINDS)
-    hint = "<p class=hint>Drag across a drawing to zoom in, double-click to zoom out.</p>"
+    hint = (
+        "<p class=hint>Updates run on host and device, beside the compute; those that end after the step run under the "
+        "next one. Drag across a drawing to zoom in, double-click to zoom out.</p>"
+    )
     return [
         _section("Lanes", f'<div class="legend">{legend}</div>{"".join(charts)}{hint}'),
         _section("Memory", "".join(_memory(data, tier, span) for tier in ("device", "host"))),

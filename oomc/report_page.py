@@ -42,7 +42,7 @@ h3 { font-size: 14px; margin: 18px 0 6px; } p { margin: 6px 0; } small, .hint, .
 .legend i { display: inline-block; width: 12px; height: 12px; margin-right: 5px; border-radius: 2px; }
 .keys i { display: inline-block; width: 18px; border-top: 2px solid; margin: 0 5px 4px 0; }
 .chart { display: flex; } .labels { flex: 0 0 84px; font-size: 12px; color: var(--soft); }
-.labels span { display: block; height: 22px; line-height: 22px; } .labels .tier { height: auto; line-height: 1.3; }
+.labels span { display: block; line-height: 22px; overflow: hidden; } .labels .tier { height: auto; line-height: 1.3; }
 .plot { flex: 1; min-width: 0; position: relative; cursor: crosshair; user-select: none; }
 .plot svg { display: block; width: 100%; background: var(--card); }
 .axis { display: flex; justify-content: space-between; font-size: 11px; color: var(--soft); }

@@ -16,7 +16,9 @@ from oomc.report_trace import tracks
 WIDTH = 10000
 """Units of a drawing's width."""
 ROW = 22
-"""Pixels of a lane."""
+"""Pixels of a lane that does one thing at a time."""
+THIN = 8
+"""Pixels of each of the things that a lane does at once."""
 LEAST = 3
 """Units that the shortest event is wide."""
 CURVE = 120
@@ -38,21 +40,29 @@ def span_of(*lines: Iterable[list[Any]], least: float) -> float:
 
 def lanes(events: Sequence[list[Any]], span: float, step_s: float) -> str:
     """The lanes of one step, with a line where it ends; events that began before it are cut."""
-    rows = tracks(e for e in events if e[5] >= 0)
-    height = ROW * max(1, len(rows))
-    shapes = []
-    for number, (lane, track) in enumerate(rows):
-        for _, kind, name, block, start, end, nbytes in track:
-            left = max(0, round(start / span * WIDTH))
-            width = max(LEAST, round(end / span * WIDTH) - left)
-            text = f"{lane}: {name}{f' of {block}' if block else ''}, {seconds(end - start)} from {seconds(start)}"
-            text += f", {format_bytes(nbytes)}" if nbytes else ""
-            shapes.append(f'<rect class="k {kind}" x="{left}" y="{number * ROW + 2}" width="{width}" '
-                          f'height="{ROW - 4}" data-t="{escape(text)}"/>')  # fmt: skip
+    shapes, labels, top = [], [], 0
+    for lane, own in tracks([e for e in events if e[5] >= 0]):
+        thick = ROW if len(own) == 1 else max(THIN, ROW // len(own))
+        for number, track in enumerate(own):
+            shapes += [_shape(event, span, top + number * thick, thick) for event in track]
+        labels.append(f'<span style="height:{thick * len(own)}px">{escape(lane)}</span>')
+        top += thick * len(own)
     at = round(step_s / span * WIDTH)
-    shapes.append(f'<path class="end" d="M{at} 0V{height}" data-t="the step ends at {seconds(step_s)}"/>')
-    labels = "".join(f"<span>{escape(lane)}</span>" for lane, _ in rows)
-    return framed(labels, shapes, height, span, "lanes")
+    shapes.append(f'<path class="end" d="M{at} 0V{top}" data-t="the step ends at {seconds(step_s)}"/>')
+    return framed("".join(labels), shapes, max(ROW, top), span, "lanes")
+
+
+def _shape(event: list[Any], span: float, top: int, thick: int) -> str:
+    lane, kind, name, block, start, end, nbytes = event
+    left = max(0, round(start / span * WIDTH))
+    width = max(LEAST, round(end / span * WIDTH) - left)
+    text = f"{lane}: {name}{f' of {block}' if block else ''}, {seconds(end - start)} from {seconds(start)}"
+    text += f", {format_bytes(nbytes)}" if nbytes else ""
+    gap = 2 if thick == ROW else 1
+    return (
+        f'<rect class="k {kind}" x="{left}" y="{top + gap}" width="{width}" height="{thick - 2 * gap}" '
+        f'data-t="{escape(text)}"/>'
+    )
 
 
 def memory(

@@ -6,7 +6,7 @@ several things at once, as updates of two slabs, it has further tracks, so that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from oomc.report_figures import LANES
@@ -32,9 +32,9 @@ def trace(data: dict[str, Any]) -> dict[str, Any]:
     return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": other}
 
 
-def tracks(events: Iterable[list[Any]]) -> list[tuple[str, list[list[Any]]]]:
-    """Events by track: one for each lane, and more where a lane does several things at once."""
-    found: list[tuple[str, list[list[Any]]]] = []
+def tracks(events: Sequence[list[Any]]) -> list[tuple[str, list[list[list[Any]]]]]:
+    """Events by lane, and within it by track: as many as it does things at once."""
+    found: list[tuple[str, list[list[list[Any]]]]] = []
     for lane in LANES:
         own: list[list[list[Any]]] = []
         for event in sorted((e for e in events if e[0] == lane), key=lambda e: (e[4], e[5])):
@@ -42,13 +42,19 @@ def tracks(events: Iterable[list[Any]]) -> list[tuple[str, list[list[Any]]]]:
             if free is None:
                 own.append(free := [])
             free.append(event)
-        found += [(lane if number == 0 else f"{lane} ({number + 1})", track) for number, track in enumerate(own)]
+        if own:
+            found.append((lane, own))
     return found
 
 
 def _process(pid: int, name: str, events: list[list[Any]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [_named(pid, 0, "process_name", {"name": name})]
-    for tid, (label, track) in enumerate(tracks(events), start=1):
+    named = [
+        (lane if number == 1 else f"{lane} ({number})", track)
+        for lane, own in tracks(events)
+        for number, track in enumerate(own, start=1)
+    ]
+    for tid, (label, track) in enumerate(named, start=1):
         found.append(_named(pid, tid, "thread_name", {"name": label}))
         found.append(_named(pid, tid, "thread_sort_index", {"sort_index": tid}))
         for _, kind, node, block, start, end, nbytes in track:
