@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -115,7 +115,7 @@ class Recorder:
 
     def _wrap_all(self, runtime: StepRuntime) -> None:
         for name in set(METHODS.values()):
-            self._wrap(runtime, name, self._word)
+            self._wrap(runtime, name, partial(self._word, name))
         self._wrap(runtime._h2d, "submit", self._submit)
         self._wrap(runtime._d2h, "submit", self._submit)
         if runtime._sink is not None:
@@ -128,10 +128,10 @@ class Recorder:
         setattr(thing, name, wraps(method)(how(thing, method)))
         self._wrapped.append((thing, name))
 
-    def _word(self, runtime: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _word(self, name: str, runtime: Any, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             node = next(self._words)
-            assert METHODS[node.target] == method.__name__, f"{method.__name__} is called, and not {node.name}"  # type: ignore[index]
+            assert METHODS[node.target] == name, f"{name} is called, and not {node.name}"  # type: ignore[index]
             self._now = node
             try:
                 if node.target not in SHOWN:

@@ -256,6 +256,22 @@ def test_report_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert cli.main(["report", str(tmp_path / "report.txt")]) == 0
 
 
+def test_a_report_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, target = tmp_path / "report.json", tmp_path / "report.html"
+    path.write_text(json.dumps({"text": "small", "stage": "capture"}))
+    assert cli.main(["report", str(path), "--html", str(target)]) == 0
+    assert capsys.readouterr().out == f"{target}\n" and "small" in target.read_text()
+    for arguments, message in (
+        (["--html", str(tmp_path / "report.pdf")], "does not end with .html"),
+        (["--trace", str(tmp_path / "report.json")], "does not end with .trace.json"),
+        (["--trace", str(tmp_path / "report.trace.json")], "no timeline"),
+    ):
+        assert cli.main(["report", str(path), *arguments]) == 2
+        assert message in capsys.readouterr().err
+    assert cli.main(["report", str(tmp_path / "report.txt"), "--html", str(target)]) == 2
+    assert "saved as .json" in capsys.readouterr().err
+
+
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     path.write_text(json.dumps({"text": "small"}))
