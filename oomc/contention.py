@@ -220,6 +220,8 @@ class World:
         updating = rates.host + rates.device
         span = self._next(coming, going, in_place, front, rates, updating)
         span = self._read(streamed, updating, span)
+        if in_place is not None and in_place.start < 0:
+            in_place.start = self.now
         self.now += span
         self._move(coming, "h2d", rates.h2d * span, span)
         self._move(going, "d2h", rates.d2h * span, span)
@@ -297,7 +299,7 @@ class World:
 
     def _update(self, job: Job, by_host: float, by_device: float) -> None:
         if job.start < 0:
-            job.start = self.now - EPSILON
+            job.start = self.now
         job.by_host += by_host
         job.by_device += by_device
         job.left -= by_host + by_device

@@ -63,6 +63,9 @@ class StubStep:
     def load(self, directory: str) -> Any:
         return self.extra
 
+    def record(self) -> None:
+        self.calls.append("record")
+
     def report(self, stage: str | None = None) -> StubReport:
         self.stages.append(stage)
         return StubReport()
@@ -104,7 +107,7 @@ def test_train_a_preset(steps: list[StubStep], text: str, tmp_path: Path, capsys
     assert step.options["device"] == "cpu"
     assert (step.options["max_grad_norm"], step.options["state"]) == (None, "fp32")
     assert step.options["example"]["input_ids"].shape == (2, 16)
-    assert step.calls == ["step"] * 3
+    assert step.calls == ["step", "step", "record", "step"]
     assert step.model.dtype == torch.float32
     assert next(step.model.parameters()).is_meta, "the step draws the weights, block by block"
     out = capsys.readouterr().out
@@ -213,7 +216,7 @@ def test_bytes_where_the_model_has_no_tokenizer(tmp_path: Path) -> None:
         ([*TRAIN, "--resume", "absent"], "there is no checkpoint of oomc at"),
         ([*TRAIN, "--checkpoint", "tests"], "is not empty and no checkpoint of oomc"),
         ([*TRAIN, "--checkpoint", "new", "--save", "./new"], "--save and --checkpoint are one directory"),
-        ([*TRAIN, "--report", "report.html"], "a report is saved as .txt or .json"),
+        ([*TRAIN, "--report", "report.pdf"], "a report is saved as .txt, .json, .html or .trace.json, not .pdf"),
         ([*TRAIN, "--momentum", "0.9"], "--momentum is an option of --optimizer sgd"),
         ([*TRAIN, "--optimizer", "sgd", "--state", "8bit"], "is not supported for torch.optim.SGD"),
         ([*TRAIN, "--clip", "0"], "is no norm to clip to"),
@@ -251,6 +254,22 @@ def test_report_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert cli.main(["report", str(path)]) == 2
     (tmp_path / "report.txt").write_text("plain\n")
     assert cli.main(["report", str(tmp_path / "report.txt")]) == 0
+
+
+def test_a_report_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, target = tmp_path / "report.json", tmp_path / "report.html"
+    path.write_text(json.dumps({"text": "small", "stage": "capture"}))
+    assert cli.main(["report", str(path), "--html", str(target)]) == 0
+    assert capsys.readouterr().out == f"{target}\n" and "small" in target.read_text()
+    for arguments, message in (
+        (["--html", str(tmp_path / "report.pdf")], "does not end with .html"),
+        (["--trace", str(tmp_path / "report.json")], "does not end with .trace.json"),
+        (["--trace", str(tmp_path / "report.trace.json")], "no timeline"),
+    ):
+        assert cli.main(["report", str(path), *arguments]) == 2
+        assert message in capsys.readouterr().err
+    assert cli.main(["report", str(tmp_path / "report.txt"), "--html", str(target)]) == 2
+    assert "saved as .json" in capsys.readouterr().err
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
