@@ -237,8 +237,8 @@ def run_steps(
 
     The last step is recorded for the report, unless it is the first, which compiles.
     """
-    stream, losses = iter(batches), []
-    saved = False
+    stream, saved = iter(batches), False
+    losses: list[float] = []
     with tqdm(range(done, args.steps), initial=done, total=args.steps, unit="step") as progress:
         for number in progress:
             last = number + 1 == args.steps

@@ -175,7 +175,8 @@ def _memory(program: Program, projection: Projection) -> dict[str, Any]:
 
 def _quiet(node: fx.Node) -> bool:
     """Whether a node only names what others have made, so that nothing changes there but by what is let go of."""
-    return node.op != "call_function" or steps.LANES.get(node.target, "none") == "none"
+    target: Any = node.target
+    return node.op != "call_function" or steps.LANES.get(target, "none") == "none"
 
 
 def decisions(program: Program) -> list[dict[str, Any]]:

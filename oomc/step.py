@@ -608,7 +608,8 @@ class Step:
     def record(self) -> None:
         """Record when each copy, computation, wait and update of the next step runs, for the files of `report()`.
 
-        Only that step is slowed down, and waits for its updates at its end. Best asked for once a few steps have run.
+        Only that step (or micro-batch; `update()` is no part of it) is slowed down, and waits for its updates at its
+        end. Best asked for once a few steps have run.
         """
         self._refuse_closed()
         self._recording = True

@@ -372,13 +372,17 @@ TRACED: list[Any] = []
 def test_plan_prints_and_writes_the_figures(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     options = "--machine H200 --device-budget 24GiB --host-budget 2GiB --batch 2 --seq 128 --clip 1".split()
-    assert cli.main(["plan", config, *options, "--json", str(path)]) == 0
+    files = {"--html": tmp_path / "plan.html", "--trace": tmp_path / "plan.trace.json"}
+    also = [part for option, file in files.items() for part in (option, str(file))]
+    assert cli.main(["plan", config, *options, "--json", str(path), *also]) == 0
     out = capsys.readouterr().out
     assert f"{config} on H200" in out and "projected peak" in out and "bound by" in out
     figures = json.loads(path.read_text())
     assert figures["fits"] and figures["batch"] == 2 and figures["seq"] == 128
     assert f"step {figures['step_s']:.3f} s" in out
     assert figures["budget"] == {"device": 24 << 30, "host": 2 << 30}
+    assert f"{config} on H200" in files["--html"].read_text()
+    assert json.loads(files["--trace"].read_text())["otherData"]["step_s"] == figures["step_s"]
 
 
 def test_plan_says_what_is_missing(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -426,6 +430,8 @@ def test_plan_sweeps(
         (["llama-3-8b", "--machine", "H2000"], "no machine is known as 'H2000'"),
         (["llama-3-8b", "--device-budget", "24 pounds"], "is no size"),
         (["llama-3-8b", "--sweep", "--device-budget", "24GiB"], "leave out --device-budget"),
+        (["llama-3-8b", "--sweep", "--html", "x.html"], "leave out --sweep"),
+        (["llama-3-8b", "--html", "x.pdf"], "x.pdf does not end with .html"),
         (["llama-3-8b", "--optimizer", "sgd", "--state", "8bit"], "is not supported for torch.optim.SGD"),
     ],
 )

@@ -125,5 +125,5 @@ def test_it_opens_in_a_browser(html: str, tmp_path: Path) -> None:
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
     body = next(attributes for tag, attributes in read(done.stdout).found if tag == "body")
     x, _, width, _ = (float(part) for part in str(body["data-zoomed"]).split())
-    assert (x, width) == (pytest.approx(2500, abs=20), pytest.approx(2500, abs=20))
+    assert [x, width] == pytest.approx([2500, 2500], abs=20)
     assert str(body["data-tip"]).startswith("compute: ")
