@@ -18,6 +18,7 @@ from oomc import cli_plan
 from oomc.checkpoint_files import foreign_entries, locate
 from oomc.data import ByteTokenizer, TokenBatches, Tokenizer, load_tokens
 from oomc.errors import OomcError
+from oomc.report import ENDINGS, check_ending, check_endings
 
 # Qwen3-MoE architectures with random weights. The first two read bytes; the last has its published sizes.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif args.command == "plan":
             code = cli_plan.run(args)
         else:
-            print(read_report(Path(args.path)))
+            print(report_of(args))
         sys.stdout.flush()
     except BrokenPipeError:
         # whoever reads has seen enough (`oomc report ... | head`); what is still to be written at exit goes nowhere
@@ -125,11 +126,13 @@ def make_parser() -> argparse.ArgumentParser:
     one.add_argument("--save-every", type=positive, metavar="N", help="save a checkpoint every N steps, while they run")
     one.add_argument("--resume", metavar="DIR", help="go on exactly from this checkpoint, with the same model and data")
     one.add_argument("--save", metavar="DIR", help="where to save the trained model")
-    one.add_argument("--report", metavar="PATH", help="where to save the report (.txt or .json)")
+    one.add_argument("--report", metavar="PATH", help=f"where to save the report ({', '.join(ENDINGS)})")
     one.add_argument("--print-after", metavar="PASS", help="print the graph as it is after this pass")
 
-    two = commands.add_parser("report", help="print a saved report")
+    two = commands.add_parser("report", help="print a saved report, or make a page or a trace of it")
     two.add_argument("path", help="a report saved as .json or .txt")
+    two.add_argument("--html", metavar="FILE", help="make a page of it: lanes, memory, limits, decisions")
+    two.add_argument("--trace", metavar="FILE", help="make a .trace.json of it, for ui.perfetto.dev")
 
     three = commands.add_parser("calibrate", help="measure this machine's rates, which plans are made from")
     three.add_argument("--device", choices=["cpu", "cuda"], help="default: the GPU if there is one")
@@ -202,8 +205,8 @@ def check_paths(args: argparse.Namespace) -> None:
     """Refuse what could not be read or written, before any work is done."""
     if args.save_every and not args.checkpoint:
         raise ValueError("--save-every needs --checkpoint DIR, where to save")
-    if args.report and Path(args.report).suffix not in (".txt", ".json"):
-        raise ValueError(f"--report {args.report}: a report is saved as .txt or .json")
+    if args.report:
+        check_ending(args.report)
     if args.resume:
         locate(args.resume)
     if args.checkpoint:
@@ -230,14 +233,19 @@ def hyperparameters(args: argparse.Namespace) -> dict[str, float]:
 def run_steps(
     args: argparse.Namespace, step: Any, batches: TokenBatches, done: int, tokenizer: Tokenizer
 ) -> list[float]:
-    """Train until `args.steps` steps are done, with checkpoints on the way and at the end; the losses."""
-    stream, losses = iter(batches), []
-    saved = False
+    """Train until `args.steps` steps are done, with checkpoints on the way and at the end; the losses.
+
+    The last step is recorded for the report, unless it is the first, which compiles.
+    """
+    stream, saved = iter(batches), False
+    losses: list[float] = []
     with tqdm(range(done, args.steps), initial=done, total=args.steps, unit="step") as progress:
         for number in progress:
+            last = number + 1 == args.steps
+            if args.report and last and losses:
+                step.record()
             losses.append(train_step(step, stream, args.accumulate))
             progress.set_postfix(loss=f"{losses[-1]:.3f}", tokens_per_s=f"{step.metrics['tokens_per_s']:.0f}")
-            last = number + 1 == args.steps
             if args.checkpoint and (last or (args.save_every and (number + 1) % args.save_every == 0)):
                 position = position_of(batches) | {
                     "steps": number + 1,
@@ -324,6 +332,18 @@ def load_tokenizer(path: Path) -> Tokenizer:
         return ByteTokenizer()
     tokenizer: Tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     return tokenizer
+
+
+def report_of(args: argparse.Namespace) -> str:
+    """A saved report as text, or where the files are that were asked for."""
+    path, wanted = Path(args.path), {".html": args.html, ".trace.json": args.trace}
+    if not any(wanted.values()):
+        return read_report(path)
+    if path.suffix != ".json":
+        raise ValueError(f"{path}: a page or a trace is made of a report that was saved as .json")
+    report = oomc.Report.load(path)
+    check_endings(wanted)
+    return "\n".join(str(report.save(target)) for target in wanted.values() if target)
 
 
 def read_report(path: Path) -> str:

@@ -15,6 +15,7 @@ from oomc.errors import BudgetError
 from oomc.estimate import OPTIMIZERS, Estimate, Estimator
 from oomc.machine import DEFAULTS
 from oomc.plan import Budget, format_bytes, parse_bytes
+from oomc.report import check_endings
 
 CONTEXTS = (4096, 16384, 65536, 262144, 1048576)
 """Tokens of a sequence in a sweep."""
@@ -42,6 +43,8 @@ def add_command(commands: Any, positive: Callable[[str], int]) -> None:
     one.add_argument("--updates", choices=["host", "device"], help="who updates state on the host (default: both)")
     one.add_argument("--backend", choices=["eager", "inductor"], default="eager", help="default: %(default)s")
     one.add_argument("--json", metavar="FILE", help="where to write all figures")
+    one.add_argument("--html", metavar="FILE", help="where to write a page: lanes, memory, limits, decisions")
+    one.add_argument("--trace", metavar="FILE", help="where to write a .trace.json, for ui.perfetto.dev")
     one.add_argument("--sweep", action="store_true", help="a table over contexts and device budgets instead")
 
 
@@ -53,6 +56,9 @@ def run(args: argparse.Namespace) -> int:
         ValueError, UnsupportedError, CaptureError: as `oomc.plan`.
     """
     budget = Budget(args.device_budget, args.host_budget)
+    if args.sweep and (args.html or args.trace):
+        raise ValueError("--html and --trace show one plan; leave out --sweep")
+    check_endings({".html": args.html, ".trace.json": args.trace})
     if args.sweep and budget.device is not None:
         raise ValueError("--sweep tries device budgets of its own; leave out --device-budget")
     estimator = Estimator(
@@ -75,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
         write(args.json, shortage(error))
         raise
     write(args.json, estimate.as_dict())
+    for path in filter(None, (args.html, args.trace)):
+        estimate.report().save(path)
     print(estimate)
     return 0
 

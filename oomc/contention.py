@@ -225,6 +225,8 @@ class World:
             assert ended, "the lanes wait for each other"
             return
         span = self._read(streamed, updating, span)
+        if in_place is not None and in_place.start < 0:
+            in_place.start = self.now
         self.now += span
         self._move(coming, "h2d", rates.h2d * span, span)
         self._move(going, "d2h", rates.d2h * span, span)
@@ -302,7 +304,7 @@ class World:
 
     def _update(self, job: Job, by_host: float, by_device: float) -> None:
         if job.start < 0:
-            job.start = self.now - EPSILON
+            job.start = self.now
         job.by_host += by_host
         job.by_device += by_device
         job.left -= by_host + by_device

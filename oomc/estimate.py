@@ -38,7 +38,9 @@ from oomc.pipeline import Observer
 from oomc.plan import Budget, Plan, Updates
 from oomc.planner import Planner
 from oomc.program import Program
-from oomc.report import describe_model, device_rows, host_rows, size_table
+from oomc.report import Report, describe_model, device_rows, device_tier, host_rows, host_tier, size_table
+from oomc.report_figures import Rates, figures
+from oomc.simulate import Projection
 from oomc.state import State
 from oomc.timeline import Timeline, simulate
 
@@ -77,6 +79,7 @@ class Estimate:
     device_peak: int
     host_bytes: int
     timeline: Timeline = field(repr=False)
+    _made: tuple[Program, Projection, dict[str, int]] = field(repr=False)
 
     @property
     def fits(self) -> bool:
@@ -93,6 +96,18 @@ class Estimate:
     def tokens_per_s(self) -> float:
         """Tokens of a step over its time."""
         return self.sizes[0] * self.sizes[1] / self.step_s
+
+    def report(self) -> Report:
+        """A report that can be saved as .txt, .json, .html or .trace.json."""
+        program, projection, host = self._made
+        rows = device_rows(program, projection)
+        tiers = {
+            "device": device_tier(rows, projection.peak, self.device_peak, self.budget.device),
+            "host": host_tier(host, list(self.host), self.plan.host_value_bytes, self.budget.host),
+        }
+        title = f"{self.model} on {self.machine.name}"
+        data = {"text": str(self), "title": title, "plan": self.plan.describe(), "figures": self.as_dict()}
+        return Report(str(self), data | figures(program, projection, Rates(self.machine, self.timeline), tiers))
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON: bytes and seconds."""
@@ -257,7 +272,7 @@ class Estimator:
             device.append(("CUDA's own, and what its allocator reserves", "", peak - projection.peak))
         return Estimate(
             self.name, self.machine, allowed, (batch, seq), plan, describe_model(program), tuple(device),
-            tuple(host_rows(host, program)), peak, sum(host.values()), line,
+            tuple(host_rows(host, program)), peak, sum(host.values()), line, (program, projection, host),
         )  # fmt: skip
 
     def _batch(self, batch: int, seq: int) -> Batch:
@@ -291,7 +306,7 @@ def plan(model_or_config: Any, budget: Budget | None = None, *, batch: int, seq:
             arguments of one call, where these are not input_ids and labels), verify.
 
     Returns:
-        An `Estimate`: `str()` for the tables, `step_s`, `as_dict()`.
+        An `Estimate`: `str()` for the tables, `step_s`, `as_dict()`, and `report()`, which is saved as a page or trace.
 
     Raises:
         BudgetError: no plan is within the budget; names the smallest device or host budget that works.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,15 +11,45 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 from torch import fx
 
-from oomc import attention_kernels, meta, ops, steps
+from oomc import attention_kernels, meta, ops, report_html, report_trace, steps
 from oomc.offloadable import value_bytes
 from oomc.plan import format_bytes
 from oomc.program import Program
+from oomc.report_figures import LANES, Rates, Row, Tier, figures
+from oomc.runtime.record import Recording
 from oomc.simulate import Profiler, Projection, nbytes
 from oomc.worksets import Workset
 
 if TYPE_CHECKING:
     from oomc.compiler import Options
+
+ENDINGS = (".txt", ".json", ".html", ".trace.json")
+"""Of the files that a report is saved as: text, all figures, a page, and a trace for ui.perfetto.dev."""
+
+
+def check_ending(path: str | Path) -> str:
+    """The ending of a report's file.
+
+    Raises:
+        ValueError: it is none of ENDINGS.
+    """
+    name = Path(path).name
+    found = [ending for ending in ENDINGS if name.endswith(ending)]
+    if not found:
+        least, last = ", ".join(ENDINGS[:-1]), ENDINGS[-1]
+        raise ValueError(f"a report is saved as {least} or {last}, not {Path(path).suffix or 'without an ending'}")
+    return max(found, key=len)
+
+
+def check_endings(paths: Mapping[str, str | None]) -> None:
+    """Refuse files that are wanted and do not end as they should.
+
+    Raises:
+        ValueError: there is one; paths are by ending, or None.
+    """
+    for ending, path in paths.items():
+        if path is not None and not path.endswith(ending):
+            raise ValueError(f"{path} does not end with {ending}")
 
 
 @dataclass(frozen=True)
@@ -32,16 +63,25 @@ class Report:
         return self.text
 
     def save(self, path: str | Path) -> Path:
-        """Write the report as .txt or .json, by the path's ending.
+        """Write the report as .txt, .json, .html or .trace.json, by the path's ending.
+
+        A .json can be read again, and holds what the others are made of (`oomc report FILE.json --html ...`). A
+        .trace.json opens in ui.perfetto.dev and chrome://tracing.
 
         Raises:
-            ValueError: another ending.
+            ValueError: another ending; or a trace of what is no step.
         """
-        path = Path(path)
-        if path.suffix not in (".txt", ".json"):
-            raise ValueError(f"a report is saved as .txt or .json, not {path.suffix or 'without an ending'}")
+        path, ending = Path(path), check_ending(path)
+        if ending == ".txt":
+            text = self.text + "\n"
+        elif ending == ".html":
+            text = report_html.page(self.data)
+        elif ending == ".trace.json":
+            text = json.dumps(report_trace.trace(self.data)) + "\n"
+        else:
+            text = _json(self.data)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.text + "\n" if path.suffix == ".txt" else json.dumps(self.data, indent=1) + "\n")
+        path.write_text(text, encoding="utf-8")
         return path
 
     @staticmethod
@@ -64,9 +104,20 @@ class Report:
 
     @staticmethod
     def of_step(
-        program: Program, projection: Projection, host: dict[str, int], metrics: dict[str, Any], options: Options
-    ) -> Report:
-        """The plan of a step with the figures of the last one."""
+        program: Program, projection: Projection, host: dict[str, int], metrics: dict[str, Any], options: Options,
+        rates: Rates, recording: Recording | None = None,
+    ) -> Report:  # fmt: skip
+        """The plan of a step with the figures of the last one.
+
+        Args:
+            program: with plan and scheduled step graph.
+            projection: of its device memory.
+            host: bytes by purpose.
+            metrics: of the last step.
+            options: of the step.
+            rates: the machine, and the simulated step.
+            recording: a step that was recorded.
+        """
         assert program.plan is not None
         sections = {
             "model": describe_model(program),
@@ -76,6 +127,7 @@ class Report:
             "device memory": _device(program, projection, metrics, options),
             "host memory": _host(host, program, options),
             "lanes": _lanes(program),
+            "time": _time(rates, recording),
             "last step": _last(metrics),
         }
         if program.notes.get("experts"):
@@ -98,7 +150,16 @@ class Report:
             "host": host | {"allowed": options.budget.host},
             "metrics": metrics,
         }
-        return Report(text, data)
+        tiers = {
+            "device": _device_tier(program, projection, metrics, options),
+            "host": _host_tier(host, program, options),
+        }
+        return Report(text, data | figures(program, projection, rates, tiers, recording))
+
+
+def _json(data: dict[str, Any]) -> str:
+    """JSON with a line for each of the figures at its top, whatever is in them."""
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()) + "\n}\n"
 
 
 def _listed(notes: Any) -> list[Any]:
@@ -200,6 +261,38 @@ def host_rows(host: dict[str, int], program: Program) -> list[tuple[str, str, in
     return [*rows, ("in all", f"{total / trained:.2f} bytes a trained parameter", total)]
 
 
+def device_tier(rows: list[Row], peak: int, projected: int, allowed: int | None, measured: int | None = None) -> Tier:
+    """The device: what is there beside the step's own tensors, whose peak is `peak`, is there throughout."""
+    others = projected - peak
+    if others > 0:
+        rows = [*rows, ("CUDA's own, and what its allocator reserves", "", others)]
+    return Tier(rows, projected, measured, allowed, max(0, others))
+
+
+def host_tier(host: dict[str, int], rows: list[Row], waiting: int, allowed: int | None) -> Tier:
+    """The host: all of it is there throughout, but that the places for values fill and empty.
+
+    Args:
+        host: bytes by purpose.
+        rows: the same, and their sum.
+        waiting: bytes of places for values.
+        allowed: by the budget.
+    """
+    total = sum(host.values())
+    return Tier(rows, total, None, allowed, total - waiting)
+
+
+def _device_tier(program: Program, projection: Projection, metrics: dict[str, Any], options: Options) -> Tier:
+    projected = metrics.get("device_projected", projection.peak)
+    rows, measured = device_rows(program, projection), metrics.get("device_peak")
+    return device_tier(rows, projection.peak, projected, options.budget.device, measured)
+
+
+def _host_tier(host: dict[str, int], program: Program, options: Options) -> Tier:
+    assert program.plan is not None
+    return host_tier(host, host_rows(host, program), program.plan.host_value_bytes, options.budget.host)
+
+
 def _host(host: dict[str, int], program: Program, options: Options) -> str:
     rows = host_rows(host, program)
     if options.budget.host is not None:
@@ -228,6 +321,14 @@ def _lanes(program: Program) -> str:
     table = tabulate([(lane, f"{n} nodes") for lane, n in rows], tablefmt="plain")
     also = f", {format_bytes(values)} of values to the host and back" if values else ""
     return f"{table}\n{format_bytes(copied)} of weights copied to the device a step{also}"
+
+
+def _time(rates: Rates, recording: Recording | None) -> str:
+    """What the simulated step takes and waits for; and a recorded one, if there is one."""
+    line, machine = rates.line, rates.machine
+    busy = ", ".join(f"{lane} {line.busy[lane]:.3f} s" for lane in LANES if line.busy.get(lane, 0.0) > 0)
+    text = f"projected on {machine.name} ({machine.source}):\n{line.describe()}\nbusy: {busy}"
+    return text if recording is None else f"{text}\nrecorded: a step of {recording.step_s:.3f} s"
 
 
 def _last(metrics: dict[str, Any]) -> str:

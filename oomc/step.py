@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from oomc import pipeline, private
+from oomc import machine, pipeline, private
 from oomc.attach import Attachment, evaluate
 from oomc.capture import Batch
 from oomc.checkpoint import Checkpoints
 from oomc.checkpoint_write import Save
 from oomc.compiler import Compiler, Options, Scheduled
+from oomc.cost import Costs
 from oomc.edits import Edits, check_buffers
 from oomc.errors import OomcError, UnsupportedError
 from oomc.limits import device_memory
@@ -28,14 +29,17 @@ from oomc.optimizers import check_groups, groups_of, rule_of
 from oomc.plan import Plan
 from oomc.program import Program
 from oomc.report import Report
+from oomc.report_figures import Rates
 from oomc.runtime.chaos import Adversary
 from oomc.runtime.cores import warn_if_single_threaded
 from oomc.runtime.gradients import BUFFERS_PER_WORKER, Clipping
 from oomc.runtime.meter import Meter, cuda_usage, host_bytes
 from oomc.runtime.pool import is_worker
+from oomc.runtime.record import Recorder, Recording
 from oomc.runtime.step import StepRuntime
 from oomc.runtime.updates import StepCounts
 from oomc.state import State
+from oomc.timeline import simulate
 
 
 class Step:
@@ -72,9 +76,11 @@ class Step:
         self._loss: torch.Tensor | None = None
         self._window: list[StepCounts] = []
         self._unchecked: list[StepCounts] = []
+        self._recorded: tuple[Scheduled, Recording] | None = None
+        self._rates: tuple[Scheduled, Rates] | None = None
         self._steps = 0
         self._skipped = 0
-        self._broken = self._closed = self._warned = False
+        self._broken = self._closed = self._warned = self._recording = False
 
     # -- compiling ------------------------------------------------------------------------------------------------
 
@@ -288,12 +294,13 @@ class Step:
             self._meter.reset_peak()
         tokens, steps = program.plan.sizes[0] * program.plan.sizes[1], runtime.steps
         self._broken = True  # until it is through, wherever an interrupt comes
-        with torch.no_grad(), meter:
+        recorder = Recorder(program) if self._recording else None
+        with torch.no_grad(), meter, recorder or nullcontext():
             try:
                 runtime.begin(program, hypers, self._options.max_grad_norm, scheduled.carried)
                 if not accumulate:
                     self._edits_under_way()
-                loss = program.step(runtime, *inputs)
+                loss = (recorder or program.step)(runtime, *inputs)
                 counts = runtime.end_step()
                 last = {"tokens": tokens, "step_s": time.perf_counter() - begun, "counts": counts,
                         "device_peak": self._device_peak()}  # fmt: skip
@@ -307,6 +314,8 @@ class Step:
                 self._broken = runtime.abort(earlier=bool(self._window), steps=steps)
                 raise
         self._broken = False
+        if recorder is not None and recorder.recording is not None:
+            self._recording, self._recorded = False, (scheduled, recorder.recording)
         if not accumulate:
             self._raise_if_asked(counts, kept=program.plan.keep)
         return loss
@@ -596,17 +605,41 @@ class Step:
         assert self._current is not None and self._current.program.step is not None, "nothing is compiled yet"
         return self._current.program.step
 
+    def record(self) -> None:
+        """Record when each copy, computation, wait and update of the next step runs, for the files of `report()`.
+
+        Only that step (or micro-batch; `update()` is no part of it) is slowed down, and waits for its updates at its
+        end. Best asked for once a few steps have run.
+        """
+        self._refuse_closed()
+        self._recording = True
+
     def report(self, stage: str | None = None) -> Report:
         """What was planned and measured; with `stage`, the graph after that pass (or `capture`) as text.
 
-        A stage is printed by tracing again on fake tensors, which takes as long as compiling did.
+        The plan's step is simulated on this machine for it, once. A stage is printed by tracing again on fake tensors,
+        which takes as long as compiling did.
         """
         if self._current is None:
             raise OomcError("nothing is compiled yet: call the step, or give compile an example")
         if stage is not None:
             return Report.of_stage(self._print_stage(stage), stage)
         needed = self._state.host_needed(self._current.program, self.plan.resident)
-        return Report.of_step(self._current.program, self._current.projection, needed, self.metrics, self._options)
+        known = self._recorded
+        return Report.of_step(
+            self._current.program, self._current.projection, needed, self.metrics, self._options,
+            self._projected_time(), known[1] if known is not None and known[0] is self._current else None,
+        )  # fmt: skip
+
+    def _projected_time(self) -> Rates:
+        """The current plan's step, simulated on this machine."""
+        scheduled, own = self._current, machine.current(self._options.device)
+        assert scheduled is not None
+        if self._rates is None or self._rates[0] is not scheduled or self._rates[1].machine != own:
+            costs = Costs(scheduled.program, own, self._options.backend)
+            line = simulate(scheduled.program, costs, self._state.size_updates(scheduled.bare))
+            self._rates = scheduled, Rates(own, line)
+        return self._rates[1]
 
     def _print_stage(self, stage: str) -> str:
         from oomc.printer import print_program

@@ -397,7 +397,7 @@ def test_case_38_an_error_in_between_leaves_the_step_usable() -> None:
     twin(**tokens(2, 24))
     runtime = step._runtime
     assert runtime is not None
-    run, calls = runtime.run, 0
+    run, calls = runtime.run_chunks, 0
 
     def failing(*args: Any) -> Any:
         nonlocal calls
@@ -406,10 +406,10 @@ def test_case_38_an_error_in_between_leaves_the_step_usable() -> None:
             raise KeyboardInterrupt
         return run(*args)
 
-    runtime.run = failing  # type: ignore[method-assign, assignment]
+    runtime.run_chunks = failing  # type: ignore[method-assign, assignment]
     with pytest.raises(KeyboardInterrupt):
         step(**tokens(2, 24))
-    runtime.run = run  # type: ignore[method-assign]
+    runtime.run_chunks = run  # type: ignore[method-assign]
     for seed in (1, 2):
         assert torch.equal(step(**tokens(2, 24, seed=seed)), twin(**tokens(2, 24, seed=seed)))
     mine, others = state(step), state(twin)

@@ -63,6 +63,9 @@ class StubStep:
     def load(self, directory: str) -> Any:
         return self.extra
 
+    def record(self) -> None:
+        self.calls.append("record")
+
     def report(self, stage: str | None = None) -> StubReport:
         self.stages.append(stage)
         return StubReport()
@@ -104,7 +107,7 @@ def test_train_a_preset(steps: list[StubStep], text: str, tmp_path: Path, capsys
     assert step.options["device"] == "cpu"
     assert (step.options["max_grad_norm"], step.options["state"]) == (None, "fp32")
     assert step.options["example"]["input_ids"].shape == (2, 16)
-    assert step.calls == ["step"] * 3
+    assert step.calls == ["step", "step", "record", "step"]
     assert step.model.dtype == torch.float32
     assert next(step.model.parameters()).is_meta, "the step draws the weights, block by block"
     out = capsys.readouterr().out
@@ -213,7 +216,7 @@ def test_bytes_where_the_model_has_no_tokenizer(tmp_path: Path) -> None:
         ([*TRAIN, "--resume", "absent"], "there is no checkpoint of oomc at"),
         ([*TRAIN, "--checkpoint", "tests"], "is not empty and no checkpoint of oomc"),
         ([*TRAIN, "--checkpoint", "new", "--save", "./new"], "--save and --checkpoint are one directory"),
-        ([*TRAIN, "--report", "report.html"], "a report is saved as .txt or .json"),
+        ([*TRAIN, "--report", "report.pdf"], "a report is saved as .txt, .json, .html or .trace.json, not .pdf"),
         ([*TRAIN, "--momentum", "0.9"], "--momentum is an option of --optimizer sgd"),
         ([*TRAIN, "--optimizer", "sgd", "--state", "8bit"], "is not supported for torch.optim.SGD"),
         ([*TRAIN, "--clip", "0"], "is no norm to clip to"),
@@ -251,6 +254,22 @@ def test_report_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert cli.main(["report", str(path)]) == 2
     (tmp_path / "report.txt").write_text("plain\n")
     assert cli.main(["report", str(tmp_path / "report.txt")]) == 0
+
+
+def test_a_report_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, target = tmp_path / "report.json", tmp_path / "report.html"
+    path.write_text(json.dumps({"text": "small", "stage": "capture"}))
+    assert cli.main(["report", str(path), "--html", str(target)]) == 0
+    assert capsys.readouterr().out == f"{target}\n" and "small" in target.read_text()
+    for arguments, message in (
+        (["--html", str(tmp_path / "report.pdf")], "does not end with .html"),
+        (["--trace", str(tmp_path / "report.json")], "does not end with .trace.json"),
+        (["--trace", str(tmp_path / "report.trace.json")], "no timeline"),
+    ):
+        assert cli.main(["report", str(path), *arguments]) == 2
+        assert message in capsys.readouterr().err
+    assert cli.main(["report", str(tmp_path / "report.txt"), "--html", str(target)]) == 2
+    assert "saved as .json" in capsys.readouterr().err
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
@@ -353,13 +372,17 @@ TRACED: list[Any] = []
 def test_plan_prints_and_writes_the_figures(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     options = "--machine H200 --device-budget 24GiB --host-budget 2GiB --batch 2 --seq 128 --clip 1".split()
-    assert cli.main(["plan", config, *options, "--json", str(path)]) == 0
+    files = {"--html": tmp_path / "plan.html", "--trace": tmp_path / "plan.trace.json"}
+    also = [part for option, file in files.items() for part in (option, str(file))]
+    assert cli.main(["plan", config, *options, "--json", str(path), *also]) == 0
     out = capsys.readouterr().out
     assert f"{config} on H200" in out and "projected peak" in out and "bound by" in out
     figures = json.loads(path.read_text())
     assert figures["fits"] and figures["batch"] == 2 and figures["seq"] == 128
     assert f"step {figures['step_s']:.3f} s" in out
     assert figures["budget"] == {"device": 24 << 30, "host": 2 << 30}
+    assert f"{config} on H200" in files["--html"].read_text()
+    assert json.loads(files["--trace"].read_text())["otherData"]["step_s"] == figures["step_s"]
 
 
 def test_plan_says_what_is_missing(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -407,6 +430,8 @@ def test_plan_sweeps(
         (["llama-3-8b", "--machine", "H2000"], "no machine is known as 'H2000'"),
         (["llama-3-8b", "--device-budget", "24 pounds"], "is no size"),
         (["llama-3-8b", "--sweep", "--device-budget", "24GiB"], "leave out --device-budget"),
+        (["llama-3-8b", "--sweep", "--html", "x.html"], "leave out --sweep"),
+        (["llama-3-8b", "--html", "x.pdf"], "x.pdf does not end with .html"),
         (["llama-3-8b", "--optimizer", "sgd", "--state", "8bit"], "is not supported for torch.optim.SGD"),
     ],
 )

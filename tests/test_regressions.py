@@ -257,30 +257,30 @@ def small_device(size: int) -> int:
 
 
 def test_training_goes_on_when_memory_has_run_out_between_host_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    budget = small_device(64)
+    budget = small_device(256)
     steps = [make(size=1, device=budget) for _ in range(2)]
     resident = len(steps[0]._state.resident)
     for step in steps:
         step(**batch(1, size=1))
     restore = fail_once(monkeypatch, 2)
     with pytest.raises(MemoryError):
-        steps[1](**batch(2, size=64))
+        steps[1](**batch(2, size=256))
     assert 0 < len(steps[1]._state.resident) < resident
     restore()
-    for seed, size in (3, 1), (4, 64):
+    for seed, size in (3, 1), (4, 256):
         for step in steps:
             step(**batch(seed, size=size))
         assert same(state(steps[0]), state(steps[1]))
 
 
 def test_an_interrupted_move_is_noticed_and_load_repairs_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    step = make(size=1, device=small_device(64))
+    step = make(size=1, device=small_device(256))
     step(**batch(1, size=1))
     step.save(tmp_path / "saved")
     before = state(step)
     interrupt_call(monkeypatch, State, "_bind", 2)
     with pytest.raises(KeyboardInterrupt):
-        step(**batch(2, size=64))
+        step(**batch(2, size=256))
     with pytest.raises(oomc.OomcError, match=r"step\.load"):
         step(**batch(2, size=1))
     step.load(tmp_path / "saved")

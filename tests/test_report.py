@@ -33,8 +33,22 @@ def test_reports_are_saved_and_read_again(tmp_path: Path) -> None:
     saved = report.save(tmp_path / "report.json")
     assert json.loads(saved.read_text())["text"] == str(report)
     assert str(Report.load(saved)) == str(report)
-    with pytest.raises(ValueError, match=r"saved as \.txt or \.json, not \.pdf"):
+    for ending in (".html", ".trace.json"):
+        again = Report.load(saved).save(tmp_path / f"again{ending}")
+        assert again.read_text() == report.save(tmp_path / f"report{ending}").read_text()
+    with pytest.raises(ValueError, match=r"saved as \.txt, \.json, \.html or \.trace\.json, not \.pdf"):
         report.save(tmp_path / "report.pdf")
+
+
+def test_the_report_says_how_long_a_step_is_and_simulates_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, _ = tiny_step("qwen3_moe", device="20MiB")
+    text, rates = str(step.report()), step._rates
+    assert rates is not None
+    assert rates[1].line.describe() in text and "busy: compute" in text and rates[1].machine.name in text
+    monkeypatch.setattr("oomc.step.simulate", None)
+    assert str(step.report()) == text, "what is known is not simulated again, nor is anything in a step"
+    step(**tokens(2, 24))
+    assert rates[1].line.describe() in str(step.report())
 
 
 @pytest.mark.parametrize("stage", ["capture", "partition_worksets", "schedule", "lower"])
