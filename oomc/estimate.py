@@ -18,8 +18,9 @@ What differs from a compilation on the machine itself:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ from oomc.capture import Batch, LossFn, capture
 from oomc.compiler import Compiler, Options
 from oomc.cost import Costs
 from oomc.errors import CaptureError, UnsupportedError
+from oomc.explain import Explanation
 from oomc.machine import Machine
 from oomc.optimizers import StateWidth, groups_of, rule_of
 from oomc.pipeline import Observer
@@ -79,7 +81,13 @@ class Estimate:
     device_peak: int
     host_bytes: int
     timeline: Timeline = field(repr=False)
+    _explain: Callable[[], Explanation] | None = field(repr=False)
     _made: tuple[Program, Projection, dict[str, int]] = field(repr=False)
+
+    @cached_property
+    def why(self) -> Explanation | None:
+        """Why the plan is as it is, where the planner made it."""
+        return self._explain() if self._explain is not None else None
 
     @property
     def fits(self) -> bool:
@@ -139,7 +147,7 @@ class Estimate:
         tokens = f"{self.sizes[0]} x {self.sizes[1]} tokens a step, {self.tokens_per_s:,.0f} tokens/s"
         sections = {
             f"{self.model} on {self.machine.name}": f"{self.summary}\nrates: {self.machine.source}",
-            "plan": self.plan.describe(),
+            "plan": self.plan.describe() + (f"\n{self.why}" if self.why else ""),
             "device memory": size_table(device),
             "host memory": size_table([*self.host, ("allowed", "", self.budget.host)]),
             "time": f"{tokens}\n{self.timeline.describe()}",
@@ -272,7 +280,8 @@ class Estimator:
             device.append(("CUDA's own, and what its allocator reserves", "", peak - projection.peak))
         return Estimate(
             self.name, self.machine, allowed, (batch, seq), plan, describe_model(program), tuple(device),
-            tuple(host_rows(host, program)), peak, sum(host.values()), line, (program, projection, host),
+            tuple(host_rows(host, program)), peak, sum(host.values()), line, scheduled.explain,
+            (program, projection, host),
         )  # fmt: skip
 
     def _batch(self, batch: int, seq: int) -> Batch:

@@ -12,6 +12,7 @@ from tabulate import tabulate
 from torch import fx
 
 from oomc import attention_kernels, meta, ops, report_html, report_trace, steps
+from oomc.explain import Explanation
 from oomc.offloadable import value_bytes
 from oomc.plan import format_bytes
 from oomc.program import Program
@@ -105,7 +106,7 @@ class Report:
     @staticmethod
     def of_step(
         program: Program, projection: Projection, host: dict[str, int], metrics: dict[str, Any], options: Options,
-        rates: Rates, recording: Recording | None = None,
+        rates: Rates, recording: Recording | None = None, why: Explanation | None = None,
     ) -> Report:  # fmt: skip
         """The plan of a step with the figures of the last one.
 
@@ -117,12 +118,13 @@ class Report:
             options: of the step.
             rates: the machine, and the simulated step.
             recording: a step that was recorded.
+            why: the plan is as it is, where the planner made it.
         """
         assert program.plan is not None
         sections = {
             "model": describe_model(program),
             "loss": _loss(program),
-            "plan": program.plan.describe(),
+            "plan": program.plan.describe() + (f"\n{why}" if why else ""),
             "worksets": _worksets(program),
             "device memory": _device(program, projection, metrics, options),
             "host memory": _host(host, program, options),

@@ -23,6 +23,7 @@ from oomc.compiler import Compiler, Options, Scheduled
 from oomc.cost import Costs
 from oomc.edits import Edits, check_buffers
 from oomc.errors import OomcError, UnsupportedError
+from oomc.explain import Explanation
 from oomc.limits import device_memory
 from oomc.optimizer_state import expose_state
 from oomc.optimizers import check_groups, groups_of, rule_of
@@ -78,6 +79,7 @@ class Step:
         self._unchecked: list[StepCounts] = []
         self._recorded: tuple[Scheduled, Recording] | None = None
         self._rates: tuple[Scheduled, Rates] | None = None
+        self._explained: tuple[Scheduled, Explanation] | None = None
         self._steps = 0
         self._skipped = 0
         self._broken = self._closed = self._warned = self._recording = False
@@ -629,7 +631,18 @@ class Step:
         return Report.of_step(
             self._current.program, self._current.projection, needed, self.metrics, self._options,
             self._projected_time(), known[1] if known is not None and known[0] is self._current else None,
+            self._why(),
         )  # fmt: skip
+
+    def _why(self) -> Explanation | None:
+        """Why the current plan is as it is, sought once."""
+        scheduled = self._current
+        assert scheduled is not None
+        if scheduled.explain is None:
+            return None
+        if self._explained is None or self._explained[0] is not scheduled:
+            self._explained = scheduled, scheduled.explain()
+        return self._explained[1]
 
     def _projected_time(self) -> Rates:
         """The current plan's step, simulated on this machine."""
