@@ -296,7 +296,7 @@ class _Extraction:
             device=(base - bound[:, None])[at], inner=np.stack(gone, 1)[at], bound=bound[at], other=walks[0].other[at],
             fixed=float(walks[0].fixed + GRANULE * (n - count)), staging=float(updates.staging_bytes("both")),
             host_fixed=float(updates.ring_bytes), rates=rates_of(self.source.costs.machine, moved, grad),
-            accumulate=self.accumulate, wheres=("host",) if updates.where == "host" else ("host", updates.where),
+            accumulate=self.accumulate, wheres=("host", "both") if updates.where == "both" else (updates.where,),
             **per_level,
         )  # fmt: skip
 

@@ -129,6 +129,11 @@ class Planner:
             BudgetError: none fits the device budget; names the smallest that would do. A host budget that is too small
                 gives the plan that takes the least of the host.
         """
+        if request.updates.where == "device":  # as asked for, wherever it fits
+            wanted = self._find(cuts, request, self._checked.setdefault(request.key, []))
+            if wanted is not None:
+                return self._planned(cuts, request, wanted, self._all(request))
+            request = replace(request, updates=replace(request.updates, where="host"))
         known = self._checked.setdefault(request.key, [])
         best = self._find(cuts, request, known)
         if best is not None:
