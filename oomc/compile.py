@@ -58,8 +58,9 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
         state: of AdamW: "fp32"; "bf16" (moments rounded stochastically, 8 bytes a parameter instead of 12) or "8bit"
             (block-wise scaled moments, about 6.1 bytes), which change the numbers.
         updates: who updates parameters whose state lives on the host: the "host" alone, which needs no device memory
-            for it, or the "device" alone, which leaves the host's cores to others; None for both, which is fastest.
-            Where the budget leaves no room to pass state through the device, the host does it all (`plan.where`).
+            for it, or the "device" alone, which leaves the host's cores to others; None: the host, or both, whichever
+            is planned to be faster. Where the budget leaves no room to pass state through the device, the host does
+            it all (`plan.where`).
         device: where to compute: "cuda", or "cpu" for the CPU stand-in; None for CUDA if there is one.
         backend: "eager" or "inductor" for the worksets; None for eager.
         chunk_tokens: tokens in a chunk of the worksets that run in chunks, for experiments; None: as many as fit.

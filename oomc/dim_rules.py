@@ -25,11 +25,11 @@ from oomc.dims import (
     Token,
     TokenSymbols,
     is_pointwise,
-    name_of,
     regroup,
     slots_of,
     tokens_of,
 )
+from oomc.match import argument, op_name
 from oomc.private import expression
 
 SUM_REDUCTION = 2
@@ -68,11 +68,6 @@ def _if_pointwise(node: fx.Node, a: Analysis) -> Flow:
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
-
-
-def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
-    """An argument given by place or by name."""
-    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
 def dims_of(given: Any, count: int) -> list[int]:
@@ -144,7 +139,7 @@ def _same(node: fx.Node, a: Analysis) -> Flow:
 
 @rule("transpose", "permute", "t", "mT", "numpy_T", "swapaxes")
 def _permute(node: fx.Node, a: Analysis) -> Flow:
-    layout, name = a.layout(node.args[0]), name_of(node)
+    layout, name = a.layout(node.args[0]), op_name(node)
     order = list(range(len(layout)))
     if name in ("transpose", "swapaxes"):
         first, second = dims_of(node.args[1:3], len(layout))
@@ -178,7 +173,7 @@ def _bits(node: fx.Node, a: Analysis) -> Flow:
 @rule("slice", "narrow", "pad", "constant_pad_nd", "roll", "flip", "slice_scatter", "select_scatter")
 def _along(node: fx.Node, a: Analysis) -> Flow:
     """Moves elements along some dimensions only."""
-    layout, name, val = a.layout(node.args[0]), name_of(node), meta.value(node)
+    layout, name, val = a.layout(node.args[0]), op_name(node), meta.value(node)
     before = meta.value(node.args[0]).shape  # type: ignore[arg-type]
     if name in ("pad", "constant_pad_nd"):
         if argument(node, 2, "mode", "constant") != "constant" and name == "pad":
@@ -215,7 +210,7 @@ def _getitem(node: fx.Node, a: Analysis) -> Flow:
 
 @rule("chunk", "split", "split_with_sizes", "unbind", "tensor_split", "unsafe_chunk", "unsafe_split")
 def _split(node: fx.Node, a: Analysis) -> Flow:
-    layout, unbind = a.layout(node.args[0]), name_of(node) == "unbind"
+    layout, unbind = a.layout(node.args[0]), op_name(node) == "unbind"
     (dim,) = dims_of(argument(node, 1 if unbind else 2, "dim", 0), len(layout))
     if tokens_of((layout[dim],)):
         raise NoRule
@@ -230,7 +225,7 @@ def _cat(node: fx.Node, a: Analysis) -> Flow:
     layouts = [a.layout(n) for n in node.args[0]]  # type: ignore[union-attr]
     val = meta.value(node)
     (dim,) = dims_of(argument(node, 1, "dim", 0), val.dim())
-    if name_of(node) == "stack":
+    if op_name(node) == "stack":
         layouts = [(*x[:dim], (), *x[dim:]) for x in layouts]
     else:
         for layout in layouts:
@@ -280,7 +275,7 @@ def _over(node: fx.Node, a: Analysis) -> Flow:
 
 @rule("topk", "sort", "argsort", "kthvalue", "max", "min", "argmax", "argmin", "median", "mode")
 def _choose(node: fx.Node, a: Analysis) -> Flow:
-    layout, name = a.layout(node.args[0]), name_of(node)
+    layout, name = a.layout(node.args[0]), op_name(node)
     place = {"topk": 2, "kthvalue": 2}.get(name, 1)
     default = None if name in ("max", "min", "argmax", "argmin", "median") else -1
     if name in ("sort", "argsort") and "stable" in str(node.target):
@@ -307,7 +302,7 @@ def _choose(node: fx.Node, a: Analysis) -> Flow:
 @rule("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "linalg_vector_norm", "norm", "any", "all", "prod",
       "count_nonzero")  # fmt: skip
 def _reduce(node: fx.Node, a: Analysis) -> Flow:
-    layout, name = a.layout(node.args[0]), name_of(node)
+    layout, name = a.layout(node.args[0]), op_name(node)
     place = 2 if name in ("linalg_vector_norm", "norm") else 1
     given = argument(node, place, "dim")
     given = None if isinstance(given, bool) else given  # std(unbiased)
@@ -415,7 +410,7 @@ def _gather(node: fx.Node, a: Analysis) -> Flow:
         for d, (mine, its) in enumerate(zip(x, other, strict=True)):
             if tokens_of((mine,)) | tokens_of((its,)) and (d == dim or mine != its):
                 raise NoRule
-    return Flow((resized(index if name_of(node) == "gather" else x, [dim], meta.value(node), a.symbols),))
+    return Flow((resized(index if op_name(node) == "gather" else x, [dim], meta.value(node), a.symbols),))
 
 
 def index_is_mask(index: fx.Node) -> bool:
@@ -427,7 +422,7 @@ def index_is_mask(index: fx.Node) -> bool:
 def _index(node: fx.Node, a: Analysis) -> Flow:
     """Rows of a table that is no function of the tokens."""
     table = a.layout(node.args[0])
-    if name_of(node) == "index_select":
+    if op_name(node) == "index_select":
         (dim,) = dims_of(node.args[1], len(table))
         index: Any = node.args[2]
     else:

@@ -9,7 +9,6 @@ inputs only. An operation without a rule mixes both: it is correct, and never co
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,6 +18,8 @@ import torch
 from torch import fx
 
 from oomc import meta, private
+from oomc.fxutil import is_mutating
+from oomc.match import op_name
 
 Token = Literal["B", "S"]
 TOKENS: tuple[Token, ...] = ("B", "S")
@@ -252,15 +253,15 @@ class Analysis:
         sizes = any(meta.is_size(n) for n in node.all_input_nodes)
         outputs = self.by_size(node)
         carried = [layout for n in inputs for layout in self.flows[n].layouts]
-        if not sizes and not any(tokens_of(x) for x in (*carried, *outputs)) and not _writes(node):
+        if not sizes and not any(tokens_of(x) for x in (*carried, *outputs)) and not is_mutating(node):
             return Flow(outputs)
         try:
-            if _writes(node) or (sizes and takes_size_as_data(node)):
+            if is_mutating(node) or (sizes and takes_size_as_data(node)):
                 raise NoRule
-            flow = rules[name_of(node)](node, self)
+            flow = rules[op_name(node)](node, self)
         except (NoRule, KeyError):
             return Flow(outputs, self.symbols.tokens, known=False)
-        if name_of(node) == "getitem":
+        if op_name(node) == "getitem":
             return flow
         unclear = {
             t
@@ -284,25 +285,13 @@ POSITIONS = frozenset({"arange", "slice"})
 
 def takes_size_as_data(node: fx.Node) -> bool:
     """Whether the result depends on a size in another way than by its shape: a tile would take the tile's own size."""
-    name = name_of(node)
+    name = op_name(node)
     data = [*node.args[: SHAPES[name]], *node.args[SHAPES[name] + 1 :]] if name in SHAPES else list(node.args)
     found: list[fx.Node] = []
     fx.map_arg([*data, *(v for k, v in node.kwargs.items() if k not in ("size", "shape", "sizes"))], found.append)
     return name not in POSITIONS and any(meta.is_size(n) for n in found)
 
 
-def name_of(node: fx.Node) -> str:
-    """`add` for `aten.add.Tensor`, `oomc.route` for ours, `getitem` for operator.getitem, '' for what is none."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._opname if target.namespace == "aten" else f"{target.namespace}.{target._opname}"
-    return "getitem" if target is operator.getitem else ""
-
-
 def is_pointwise(node: fx.Node) -> bool:
     """Whether torch says that the operation is one for each element."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

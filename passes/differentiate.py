@@ -27,9 +27,10 @@ import torch
 from torch import fx
 
 from oomc import meta, ops, private
-from oomc.dims import TokenSymbols, name_of
+from oomc.dims import TokenSymbols
 from oomc.errors import CaptureError
 from oomc.fxutil import fake_mode_of, insert_call, rough_bytes
+from oomc.match import op_name
 from oomc.program import PassResult, Program
 from oomc.worksets import Form, FormInput
 
@@ -177,7 +178,7 @@ def is_never_recomputed(node: fx.Node) -> bool:
 
 def _follows_a_choice(node: fx.Node) -> bool:
     """Whether a choice of experts is what a top-k gave, in another shape or integer type."""
-    while name_of(node) in ("view", "reshape", "_to_copy", "expand", "clone", "slice", "unsqueeze", "squeeze"):
+    while op_name(node) in ("view", "reshape", "_to_copy", "expand", "clone", "slice", "unsqueeze", "squeeze"):
         node = node.args[0]  # type: ignore[assignment]
     return is_never_recomputed(node)
 
@@ -185,7 +186,7 @@ def _follows_a_choice(node: fx.Node) -> bool:
 def _is_small_result(node: fx.Node) -> bool:
     """Whether this is a result of attention or its like that is smaller than the first: saved, so that the backward
     need not compute them all again."""
-    if name_of(node) != "getitem" or node.args[1] == 0:
+    if op_name(node) != "getitem" or node.args[1] == 0:
         return False
     source: fx.Node = node.args[0]  # type: ignore[assignment]
     first = meta.value(source)[0]

@@ -18,8 +18,9 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from torch import fx
 
 from oomc import meta, ops
-from oomc.dims import TOKENS, Analysis, Token, can_be_cut, name_of, slots_of, tokens_of
+from oomc.dims import TOKENS, Analysis, Token, can_be_cut, slots_of, tokens_of
 from oomc.fxutil import is_mutating, rough_bytes
+from oomc.match import op_name
 from oomc.worksets import Chunk
 
 VIEWS = frozenset({"view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "expand", "flatten", "unflatten",
@@ -100,7 +101,7 @@ class _Cut:
 
     def _is_part(self, node: fx.Node) -> bool:
         """Whether the node only names one of the results of a node of this block."""
-        return name_of(node) == "getitem" and node.args[0] in self.level
+        return op_name(node) == "getitem" and node.args[0] in self.level
 
     def _slots(self, node: fx.Node) -> set[str]:
         return {s.route for layout in self.analysis.flows[node].layouts for s in slots_of(layout)}
@@ -202,7 +203,7 @@ class _Cut:
         result: list[fx.Node] = []
         for node in reversed(self.nodes):
             levels = {self.level[u] for u in node.users if u in self.level}
-            if name_of(node) in VIEWS and node not in self.group and not self.analysis.flows[node].mixes:
+            if op_name(node) in VIEWS and node not in self.group and not self.analysis.flows[node].mixes:
                 for level in sorted(levels - {self.level[node]}):
                     with node.graph.inserting_after(node):
                         twin = node.graph.node_copy(node)
@@ -246,7 +247,7 @@ class _Cut:
         return all(flows[n].layouts == self.analysis.by_size(n) for n in chosen)
 
     def _fence(self, node: fx.Node) -> str:
-        name = name_of(node) or str(node.target)
+        name = op_name(node) or str(node.target)
         if self.group.get(node) in self.fenced:
             return f"{name}: the order of experts is used outside of the experts"
         flow = self.analysis.flows[node]

@@ -10,7 +10,7 @@ from torch import fx
 
 from oomc import meta, ops, pipeline, steps
 from oomc.capture import Batch, capture
-from oomc.dims import name_of
+from oomc.match import op_name
 from oomc.models import tiny
 from oomc.passes.choose_residency import Candidate, ChooseResidency
 from oomc.program import Program
@@ -45,7 +45,7 @@ def listed(program: Program) -> dict[str, str]:
     kinds: dict[str, str] = {}
     worksets = [w for b in program.blocks for w in b.worksets]
     owner = {n: w for w in worksets for n in w.nodes}
-    mixers = {w.name for w in worksets if any(name_of(n) in MIXERS for n in w.nodes)}
+    mixers = {w.name for w in worksets if any(op_name(n) in MIXERS for n in w.nodes)}
 
     def between(first: Workset, second: Workset) -> set[str]:
         return {w.name for w in worksets[worksets.index(first) + 1 : worksets.index(second)]}

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from oomc import meta, ops, pipeline, private
-from oomc.dims import name_of
+from oomc.match import op_name
 from oomc.models import tiny
 from oomc.passes.choose_residency import Candidate, ChooseResidency
 from oomc.program import Program
@@ -116,7 +116,7 @@ def partitioned(name: str) -> Program:
 
 def mixes(workset: Workset) -> bool:
     """Whether there is attention or its like in a workset."""
-    return any(name_of(n) in MIXERS for n in workset.nodes)
+    return any(op_name(n) in MIXERS for n in workset.nodes)
 
 
 def number(program: Program, size: object) -> int:
@@ -147,7 +147,7 @@ def test_all_products_run_in_chunks_of_tokens(name: str) -> None:
     found: dict[str, int] = {}
     for workset in worksets(program):
         for node in workset.nodes:
-            if name_of(node) in PRODUCTS and name_of(node) not in MIXERS:
+            if op_name(node) in PRODUCTS and op_name(node) not in MIXERS:
                 found[workset.chunk] = found.get(workset.chunk, 0) + work(program, node)
     assert set(found) == {"tokens"}
     tokens_ = SIZES[0] * SIZES[1]

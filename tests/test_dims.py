@@ -25,12 +25,12 @@ from oomc.dims import (
     Slots,
     TokenSymbols,
     can_be_cut,
-    name_of,
     regroup,
     slots_of,
     token_symbols,
     tokens_of,
 )  # fmt: skip
+from oomc.match import op_name
 from oomc.runtime.compute import narrow, tiles
 
 aten = torch.ops.aten
@@ -59,7 +59,7 @@ def graph_of(function: Function) -> tuple[Analysis, list[fx.Node], fx.Node]:
     graph = exported.graph_module.graph
     symbols = token_symbols(n for n in graph.find_nodes(op="placeholder") if meta.tensor(n) is not None)
     analysis = analyse(graph, symbols)
-    nodes = [n for n in graph.nodes if n in analysis.flows and n.op == "call_function" and "_assert" not in name_of(n)]
+    nodes = [n for n in graph.nodes if n in analysis.flows and n.op == "call_function" and "_assert" not in op_name(n)]
     (output,) = graph.find_nodes(op="output")
     return analysis, nodes, output.args[0][0]
 
@@ -361,13 +361,13 @@ NEVER_EXPORTED = {
 
 def test_every_rule_is_tried() -> None:
     functions = [*INDEPENDENT.values(), *(f for _, f in MIXING.values()), *UNKNOWN.values(), *SUMS.values()]
-    seen = {name_of(n) for function in functions for n in graph_of(function)[1]}
+    seen = {op_name(n) for function in functions for n in graph_of(function)[1]}
     assert set(RULES) - seen == NEVER_EXPORTED - seen
 
 
 def test_the_order_of_experts_is_an_order_of_its_own() -> None:
     analysis, nodes, _ = graph_of(experts)
-    by_name = {name_of(n): analysis.flows[n] for n in nodes}
+    by_name = {op_name(n): analysis.flows[n] for n in nodes}
     (slot,) = slots_of(by_name["oomc.dispatch"].layout)
     assert by_name["oomc.grouped_mm"].layout == ((slot,), (4,))
     assert by_name["oomc.combine"].layout == (("B", "S"), (4,))
@@ -491,4 +491,4 @@ def test_writes_mix_everything() -> None:
         return y
 
     analysis, nodes, _ = graph_of(function)
-    assert [name_of(n) for n in nodes if not analysis.flows[n].known] == ["add_"]
+    assert [op_name(n) for n in nodes if not analysis.flows[n].known] == ["add_"]

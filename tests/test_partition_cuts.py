@@ -15,7 +15,8 @@ from torch.export import Dim
 
 from oomc import meta, ops
 from oomc.dim_rules import analyse
-from oomc.dims import name_of, slots_of, token_symbols, tokens_of
+from oomc.dims import slots_of, token_symbols, tokens_of
+from oomc.match import op_name
 from oomc.passes.partition_cuts import Part, cut
 from tests.test_dims import delta_rule, flat, routed
 
@@ -60,7 +61,7 @@ class Cuts:
 
     @staticmethod
     def _names(part: Part) -> list[str]:
-        return [name_of(n).removeprefix("oomc.") for n in part.nodes if name_of(n) != "getitem"]
+        return [op_name(n).removeprefix("oomc.") for n in part.nodes if op_name(n) != "getitem"]
 
     def crossing(self) -> list[fx.Node]:
         """Values that pass from a part to a later one."""
@@ -240,7 +241,7 @@ def test_experts_are_one_part_in_chunks() -> None:
     assert_sound(cuts)
     assert [part.chunk for part in cuts.parts][-1] == "tokens"
     assert (
-        len({cuts.owner[n] for n in cuts.nodes if name_of(n) in ("oomc.route", "oomc.dispatch", "oomc.combine")}) == 1
+        len({cuts.owner[n] for n in cuts.nodes if op_name(n) in ("oomc.route", "oomc.dispatch", "oomc.combine")}) == 1
     )
     assert not any(slots_of(layout) for n in cuts.crossing() for layout in cuts.analysis.flows[n].layouts)
 
@@ -269,7 +270,7 @@ def test_experts_whose_order_leaks_run_whole(name: str, use: Callable[..., Any])
     assert "route: the order of experts is used outside of the experts" in [
         f.removeprefix("oomc.") for f in part.fences
     ]
-    (last,) = (cuts.parts[cuts.owner[n]] for n in cuts.nodes if name_of(n) == "matmul" and n in cuts.owner)
+    (last,) = (cuts.parts[cuts.owner[n]] for n in cuts.nodes if op_name(n) == "matmul" and n in cuts.owner)
     assert last.chunk == "tokens"  # what follows is as before
 
 
@@ -284,7 +285,7 @@ def test_views_that_several_parts_use_are_copied() -> None:
     assert_sound(cuts)
     assert [part.chunk for part in cuts.parts] == ["tokens", "rows", "tokens"]
     assert [cuts._names(p).count("transpose") for p in cuts.parts] == [1, 1, 1]
-    assert [name_of(n) for n in cuts.crossing()] == ["matmul", "sin", "getitem"]
+    assert [op_name(n) for n in cuts.crossing()] == ["matmul", "sin", "getitem"]
 
 
 def test_a_view_that_only_a_later_part_uses_moves_there() -> None:
@@ -302,7 +303,7 @@ def test_nothing_passes_a_write() -> None:
 
     cuts = Cuts(writes)
     assert_sound(cuts)
-    write = next(n for n in cuts.nodes if name_of(n) == "mul_")
+    write = next(n for n in cuts.nodes if op_name(n) == "mul_")
     order = cuts.owner[write]
     assert cuts.parts[order].chunk == ""
     assert all(cuts.owner[n] <= order for n in cuts.nodes[: cuts.nodes.index(write)])
