@@ -7,7 +7,6 @@ whole steps (oomc.simulate.Walk).
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from torch import fx
 
 from oomc import meta, quick_lanes, steps
 from oomc.cost import Costs
-from oomc.offloadable import is_fence_result, value_bytes, why_not
+from oomc.offloadable import is_fence_result, kept_values, value_bytes, why_not
 from oomc.passes.assemble import Assemble
 from oomc.passes.choose_residency import OFFLOAD_FROM
 from oomc.passes.insert_chunks import InsertChunks
@@ -83,17 +82,10 @@ class Source:
     def values(self, sizes: tuple[int, int], program: Program | None = None) -> list[Value]:
         """The values of a program (by default the whole one) that the backward needs, in order."""
         program = program or self.program
-        assert program.step is not None
         last = len(program.blocks) - 1
         found = []
-        for node in program.step.graph.nodes:
+        for node, inside in kept_values(program):
             note = meta.note(node)
-            if node.target is not operator.getitem or note.phase != "forward" or not note.source:
-                continue
-            users = [meta.note(u) for u in node.users if u.target in steps.COMPUTE]
-            if not any(u.phase == "backward" for u in users):
-                continue
-            inside = all(u.block == note.block for u in users)
             kind = "saved" if ":saved." in note.source or note.block == last else "rest" if inside else "bound"
             if kind == "rest" and is_fence_result(program, node):
                 kind = "fence"

@@ -7,6 +7,7 @@ value is gone. What lies in an argument's memory, or in that of another result, 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,6 +38,18 @@ def why_not(program: Program, node: fx.Node) -> str:
     if not is_dense(meta.value(node)):
         return "its elements do not lie side by side"
     return ""
+
+
+def kept_values(program: Program) -> Iterator[tuple[fx.Node, bool]]:
+    """The forward's values that the backward needs, in order, and whether only their own block uses them."""
+    assert program.step is not None
+    for node in program.step.graph.nodes:
+        note = meta.note(node)
+        if node.target is not operator.getitem or note.phase != "forward" or not note.source:
+            continue
+        users = [meta.note(u) for u in node.users if u.target in steps.COMPUTE]
+        if any(u.phase == "backward" for u in users):
+            yield node, all(u.block == note.block for u in users)
 
 
 def is_fence_result(program: Program, node: fx.Node) -> bool:

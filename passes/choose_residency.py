@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from oomc import meta, steps
-from oomc.offloadable import is_fence_result, value_bytes, why_not
+from oomc import meta
+from oomc.offloadable import is_fence_result, kept_values, value_bytes, why_not
 from oomc.plan import Budget, Plan, Residency, Updates
 from oomc.program import PassResult, Program
 
@@ -134,17 +134,10 @@ class ChooseResidency:
 
     def _residency(self, program: Program) -> dict[str, Residency]:
         """Where each value that the backward uses is until then."""
-        assert program.step is not None
         last = len(program.blocks) - 1
         result: dict[str, Residency] = {}
-        for node in program.step.graph.nodes:
+        for node, inside in kept_values(program):
             note = meta.note(node)
-            if node.target is not operator.getitem or note.phase != "forward" or not note.source:
-                continue
-            users = [meta.note(u) for u in node.users if u.target in steps.COMPUTE]
-            if not any(u.phase == "backward" for u in users):
-                continue
-            inside = all(u.block == note.block for u in users)
             never = ":saved." in note.source or (self.candidate.keep and is_fence_result(program, node))
             result[note.source] = "recompute" if inside and not never and note.block != last else "keep"
         if self.candidate.offload:
