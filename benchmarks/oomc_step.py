@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--device-budget", default=None)
     parser.add_argument("--host-budget", default=None)
     parser.add_argument("--backend", choices=["eager", "inductor"], default="eager")
+    parser.add_argument("--chunk-tokens", type=int, default=None, help="in each chunk; by default as many as fit")
     parser.add_argument("--clip", type=float, default=None, metavar="NORM", help="clip the gradient's global norm")
     parser.add_argument(
         "--updates", choices=["host", "device", "none"], default=None,
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--save-grads", metavar="PATH", help="write the first gradients as safetensors, and stop")
     parser.add_argument("--grads", metavar="REGEX", default="", help="of these parameters only")
     parser.add_argument("--grads-dtype", choices=["bfloat16", "float32"], default="float32")
-    parser.add_argument("--report", metavar="PATH", help="save the report here")
+    parser.add_argument("--report", metavar="PATH", help="save the report here, with the lanes of one more step in it")
     parser.add_argument("--profile", metavar="PATH", help="save a Chrome trace of one more step here")
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -75,7 +76,7 @@ def main() -> None:
         RULES[torch.optim.AdamW] = NoUpdate
     step = oomc.compile(
         model, oomc.Budget(args.device_budget, args.host_budget), optimizer=optimizer, example=batch, device=device,
-        backend=args.backend, max_grad_norm=args.clip, updates="host" if args.updates == "none" else args.updates,
+        backend=args.backend, max_grad_norm=args.clip, chunk_tokens=args.chunk_tokens, updates="host" if args.updates == "none" else args.updates,
     )  # fmt: skip
     compiled = time.perf_counter()
     if args.save_grads:
@@ -100,8 +101,10 @@ def main() -> None:
         step.synchronize()
         synchronize(device)
         drained = (time.perf_counter() - window) / args.steps
-    metrics = step.metrics
+    metrics, figures = step.metrics, step.report().data
     if args.report:
+        step.record()
+        float(step(**batch))
         step.report().save(args.report)
     if args.profile:
         with torch.profiler.profile() as profile:
@@ -127,6 +130,7 @@ def main() -> None:
                 "state_bytes": metrics["state_bytes"],
                 "stall_s": metrics["stall_s"],
                 "step_s": step_s,
+                "step_projected": figures["timeline"]["step_s"],
                 "drained_s": drained,
                 "steps_s": steady,
                 "tokens_per_s": args.batch * args.seq / step_s,
@@ -135,6 +139,7 @@ def main() -> None:
                 "device_projected": metrics["device_projected"],
                 "device_budget": args.device_budget,
                 "host_bytes": meter.peak,
+                "host_projected": sum(count for name, count in figures["host"].items() if name != "allowed"),
                 "host_bytes_per_parameter": meter.peak / parameters,
                 "losses": losses[:COMPARED],
                 "plan": step.plan.describe(),
