@@ -14,6 +14,9 @@ from oomc.optimizers import StateWidth
 from oomc.plan import Budget
 from oomc.step import Step
 
+TUNED = 3
+"""How many plans are tried on a GPU if the user does not say."""
+
 
 def compile(  # noqa: A001  the name is the API's, as in torch.compile
     model: torch.nn.Module,
@@ -29,6 +32,7 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
     device: torch.device | str | None = None,
     backend: str | None = None,
     chunk_tokens: int | None = None,
+    tune: int | None = None,
     seed: int = 0,
     verify: bool = False,
     chaos: int | None = None,
@@ -64,6 +68,9 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
         device: where to compute: "cuda", or "cpu" for the CPU stand-in; None for CUDA if there is one.
         backend: "eager" or "inductor" for the worksets; None for eager.
         chunk_tokens: tokens in a chunk of the worksets that run in chunks, for experiments; None: as many as fit.
+        tune: how many plans the first steps of a batch shape try; the fastest stays. All are valid steps in the same
+            chunks, so that which one wins changes no number. 0: only the planned one; None: 3 on a GPU, 0 on the
+            stand-in.
         seed: of dropout, whose masks depend on seed, step and position only.
         verify: check every graph's invariants after every pass.
         chaos: seed of random delays and poisoned buffers: a check of the order of everything; slow.
@@ -94,9 +101,13 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
         raise ValueError(f"max_grad_norm={max_grad_norm} is no norm to clip to; it must be above 0, or None")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: a chunk holds at least one token")
+    if tune is not None and tune < 0:
+        raise ValueError(f"tune={tune}: it is a number of plans, or 0 for none but the planned one")
+    if tune is None:
+        tune = TUNED if chosen.type == "cuda" else 0
     options = Options(
         budget or Budget(), chosen, backend or "eager", loss_fn, max_grad_norm, on_nonfinite, state, updates or "both",
-        seed, verify, chaos, chunk_tokens, synchronous,
+        seed, verify, chaos, chunk_tokens, synchronous, tune,
     )  # fmt: skip
     step = Step(model, optimizer, options)
     if example is not None:

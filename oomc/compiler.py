@@ -16,12 +16,13 @@ from oomc.limits import device_memory, host_memory
 from oomc.machine import current
 from oomc.optimizers import StateWidth
 from oomc.pipeline import Observer
-from oomc.plan import Budget, Updates
-from oomc.planner import Cut, Planner, Request
+from oomc.plan import Budget, Plan, Updates
+from oomc.planner import Cut, Planned, Planner, Request
 from oomc.program import Program
 from oomc.runtime.meter import cuda_usage
 from oomc.runtime.updates import Where
 from oomc.simulate import Profiler, Projection
+from oomc.tune import Tuning
 
 CUDA_WORKSPACE = 192 << 20
 """Bytes outside the step's own tensors that CUDA libraries (cuBLAS, cuDNN) may take during a step."""
@@ -46,6 +47,7 @@ class Options:
     chaos: int | None = None
     chunk_tokens: int | None = None
     synchronous: bool = False
+    tune: int = 0
 
     @property
     def keep(self) -> bool:
@@ -62,14 +64,18 @@ class Scheduled:
         program: with the step graph and its plan.
         projection: of its device memory.
         carried: slabs whose gradients of the step before the step graph retires.
+        seconds: of a step, as simulated; 0 where the planner did not plan.
         explain: makes the planner's explanation; None where it did not plan.
+        tried: the short executions of this plan and its rivals.
     """
 
     bare: Program
     program: Program
     projection: Projection
     carried: frozenset[str]
+    seconds: float = 0.0
     explain: Callable[[], Explanation] | None = None
+    tried: Tuning | None = None
 
 
 @dataclass
@@ -78,6 +84,8 @@ class Trace:
 
     Attributes:
         training: whether the model was in training mode.
+        tuning: the batch shape whose plans are tried on real steps at present, and how that stands.
+        given: plans that the user has given for batch shapes.
     """
 
     bare: Program
@@ -86,6 +94,8 @@ class Trace:
     planner: Planner
     training: bool = True
     plans: dict[tuple[Any, ...], Scheduled] = field(default_factory=dict)
+    tuning: tuple[tuple[Any, ...], Tuning] | None = None
+    given: dict[tuple[Any, ...], Scheduled] = field(default_factory=dict)
     _whole: tuple[Program, Profiler] | None = None
     _asked: bool = False
 
@@ -100,7 +110,7 @@ class Trace:
 
     def fresh(self) -> Trace:
         """The same trace without plans."""
-        return replace(self, plans={}, planner=self.planner.fresh())
+        return replace(self, plans={}, given={}, tuning=None, planner=self.planner.fresh())
 
     def cuts(self, sizes: tuple[int, int], verify: bool) -> list[Cut]:
         """The programs that a plan may be made of."""
@@ -128,6 +138,7 @@ class Compiler:
         self.model, self.options = model, options
         self.trained = frozenset(trained)
         self.traces: dict[tuple[Any, ...], Trace] = {}
+        self.spare = 0  # device bytes that plans leave free, since an earlier one took more than was projected
 
     def trace(self, batch: Batch) -> Trace:
         key = batch.key()
@@ -204,38 +215,107 @@ class Compiler:
             fixed: they do already, and leave it only where the batch does not fit otherwise.
             accumulate: gradients are summed and not applied.
         """
-        trace, options = self.trace(batch), self.options
+        trace = self.trace(batch)
         sizes = self.sizes(trace.bare, batch)
-        known = trace.plans.get((sizes, accumulate, resident)) if fixed else None
+        shape = sizes, accumulate
+        if shape in trace.given:
+            return trace.given[shape]
+        tried = self._tried(trace, shape)
+        if tried is not None:
+            return tried
+        known = trace.plans.get((*shape, resident)) if fixed else None
         if known is None:
-            bare, program, projection, explain = self._choose(trace, sizes, updates, resident, fixed, accumulate)
-            trace.bare.compiled = program.compiled = trace.bare.compiled
-            program = pipeline.lower(program, options.backend)
-            assert program.plan is not None
-            known = Scheduled(bare, program, projection, pipeline.carried(program), explain)
-            trace.plans[sizes, accumulate, frozenset(program.plan.resident)] = known
+            known = self._choose(trace, sizes, updates, resident, fixed, accumulate)
         return known
+
+    def _tried(self, trace: Trace, shape: tuple[Any, ...]) -> Scheduled | None:
+        """The plan whose turn it is while a few are tried on batches of this shape; the best of them at the end."""
+        if trace.tuning is None:
+            return None
+        tried_shape, tuning = trace.tuning
+        current = tuning.current
+        if tried_shape == shape and current is not None:
+            return current
+        trace.tuning, best = None, tuning.fastest  # also where batches of another shape come in between
+        best.tried = tuning
+        _remember(trace, tried_shape, best)
+        return best if tried_shape == shape else None
+
+    def took(self, scheduled: Scheduled, seconds: float) -> None:
+        """Note how long a step has taken, where plans are tried."""
+        for trace in self.traces.values():
+            if trace.tuning is not None:
+                trace.tuning[1].took(scheduled, seconds)
+
+    @property
+    def tunes(self) -> bool:
+        """Whether plans are being tried, so that steps are timed."""
+        return any(trace.tuning is not None for trace in self.traces.values())
+
+    def retreat(self, nbytes: int) -> None:
+        """Plan with so many device bytes less from now on; plans that the user has given stay."""
+        self.spare += nbytes
+        for trace in self.traces.values():
+            trace.plans.clear()
+            trace.tuning = None
+
+    def give(self, batch: Batch, plan: Plan, updates: Updates, accumulate: bool) -> Scheduled:
+        """Let a plan that the user has made be that of batches like this one.
+
+        Raises:
+            ValueError, BudgetError: as `Planner.given`.
+        """
+        trace = self.trace(batch)
+        sizes = self.sizes(trace.bare, batch)
+        if sizes != plan.sizes:
+            raise ValueError(f"the plan is for a batch of {plan.sizes}, and this one is of {sizes}")
+        request = self._request(sizes, self._device_allowed(), updates, frozenset(), False, accumulate)
+        planned = trace.planner.given(trace.cuts(sizes, self.options.verify), request, plan)
+        trace.given[sizes, accumulate] = self._lowered(trace, planned)
+        return trace.given[sizes, accumulate]
+
+    def _lowered(self, trace: Trace, planned: Planned) -> Scheduled:
+        program = planned.program
+        trace.bare.compiled = program.compiled = trace.bare.compiled
+        program = pipeline.lower(program, self.options.backend)
+        return Scheduled(
+            planned.bare, program, planned.projection, pipeline.carried(program), planned.seconds, planned.explain
+        )  # fmt: skip
+
+    def _request(
+        self, sizes: tuple[int, int], allowed: int, updates: Updates, resident: frozenset[str], fixed: bool,
+        accumulate: bool,
+    ) -> Request:  # fmt: skip
+        options = self.options
+        return Request(
+            sizes, allowed, options.budget.host or self.host_memory(), options.budget, updates, resident, fixed,
+            accumulate, options.chunk_tokens, options.verify, self.in_all,
+        )  # fmt: skip
 
     def _choose(
         self, trace: Trace, sizes: tuple[int, int], updates: Updates, resident: frozenset[str], fixed: bool,
         accumulate: bool,
-    ) -> tuple[Program, Program, Projection, Callable[[], Explanation] | None]:  # fmt: skip
-        """The bare program that the plan is for, the scheduled one, its projection and its explanation."""
+    ) -> Scheduled:  # fmt: skip
+        """The plan for a batch size, with what runs it; where there are others worth a try, they are tried next."""
         options = self.options
         allowed = self._device_allowed()
+        shape = sizes, accumulate
         if options.device.type == "cpu" and options.budget.device is None:
             # its memory is the host's: nothing is gained by a plan for it, and everything is streamed as on a GPU
-            made = pipeline.plan_step(
+            program, projection = pipeline.plan_step(
                 trace.bare, trace.profiler, sizes, allowed, options.budget, accumulate=accumulate, updates=updates,
                 resident=resident, verify=options.verify, chunk_tokens=options.chunk_tokens,
             )  # fmt: skip
-            return trace.bare, *made, None
-        request = Request(
-            sizes, allowed, options.budget.host or self.host_memory(), options.budget, updates, resident, fixed,
-            accumulate, options.chunk_tokens, options.verify, self.in_all,
-        )  # fmt: skip
+            trace.bare.compiled = program.compiled = trace.bare.compiled
+            program = pipeline.lower(program, options.backend)
+            return _remember(trace, shape, Scheduled(trace.bare, program, projection, pipeline.carried(program)))
+        request = self._request(sizes, allowed, updates, resident, fixed, accumulate)
         planned = trace.planner.plan(trace.cuts(sizes, options.verify), request)
-        return planned.bare, planned.program, planned.projection, planned.explain
+        best = _remember(trace, shape, self._lowered(trace, planned))
+        rivals = [self._lowered(trace, each) for each in planned.rivals(options.tune - 1)] if options.tune > 1 else []
+        if rivals:
+            trace.tuning = shape, Tuning([best, *rivals])
+        return best
 
     def planner(self) -> Planner:
         """A planner for the machine that the step runs on."""
@@ -254,13 +334,13 @@ class Compiler:
     def in_all(self, own: int) -> int:
         """The device bytes that so many of the step's own tensors come to."""
         if self.options.device.type != "cuda":
-            return own
+            return own + self.spare
         # one more byte, so that a budget of just this allows `own` when it is rounded down
-        return int(own * (1 + FRAGMENTATION)) + 1 + self.outside() + CUDA_WORKSPACE
+        return int(own * (1 + FRAGMENTATION)) + 1 + self.outside() + CUDA_WORKSPACE + self.spare
 
     def _device_allowed(self) -> int:
         """Device bytes for the step's own tensors."""
-        budget = self.options.budget.device or self.device_memory()
+        budget = (self.options.budget.device or self.device_memory()) - self.spare
         if self.options.device.type != "cuda":
             return budget
         return int((budget - self.outside() - CUDA_WORKSPACE) / (1 + FRAGMENTATION))
@@ -274,6 +354,13 @@ class Compiler:
         private.use_expandable_segments()
         torch.zeros(1, device=self.options.device)
         return cuda_usage(self.options.device).outside
+
+
+def _remember(trace: Trace, shape: tuple[Any, ...], scheduled: Scheduled) -> Scheduled:
+    """Use a plan for batches of a shape while the same slabs live on the device."""
+    assert scheduled.program.plan is not None
+    trace.plans[*shape, frozenset(scheduled.program.plan.resident)] = scheduled
+    return scheduled
 
 
 def _difference(known: tuple[Any, ...], key: tuple[Any, ...]) -> str:

@@ -6,10 +6,11 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from tabulate import tabulate
 
+from oomc.errors import UnsupportedError
 from oomc.runtime.layout import StateArray
 from oomc.runtime.update_workers import STAGES, Staging
 from oomc.runtime.updates import Where
@@ -67,12 +68,23 @@ class Budget:
     Attributes:
         device: everything that the process holds on the device.
         host: everything that the step holds on the host: slabs, gradients in flight, pinned buffers.
+
+    Raises:
+        ValueError: a text that is no size.
+        UnsupportedError: a `disk` budget, of which there is none yet.
     """
 
     device: int | None = None
     host: int | None = None
 
-    def __init__(self, device: int | float | str | None = None, host: int | float | str | None = None) -> None:
+    def __init__(
+        self, device: int | float | str | None = None, host: int | float | str | None = None, disk: Any = None
+    ) -> None:
+        if disk is not None:
+            raise UnsupportedError(
+                f"a disk budget (disk={disk!r}) is not supported: state lives in device and host memory. Leave it out, "
+                "and give budgets for device and host"
+            )
         object.__setattr__(self, "device", parse_bytes(device))
         object.__setattr__(self, "host", parse_bytes(host))
 

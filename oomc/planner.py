@@ -21,7 +21,7 @@ from oomc.explain import Explanation
 from oomc.instance import Source, residency
 from oomc.machine import Machine
 from oomc.passes.choose_residency import CHUNK_TOKENS, DEFAULT, UNLIMITED, Candidate, ChooseResidency
-from oomc.plan import Budget, Plan, Updates
+from oomc.plan import Budget, Plan, Updates, format_bytes
 from oomc.program import Program
 from oomc.quick import Decisions, Instance
 from oomc.search import Found, Search, frugal
@@ -29,6 +29,8 @@ from oomc.simulate import Profiler, Projection, project
 
 CHECKED = 3
 """How many plans are checked on their real step graphs."""
+RIVAL = 1.1
+"""How much longer than the chosen plan's a step may be simulated to take, for a plan to be worth a try."""
 LARGE = 2048
 """Tokens of a chunk from which on products lose little."""
 NEAR = 0.98
@@ -99,6 +101,7 @@ class Planned:
     Attributes:
         bare: what it was made from.
         explain: makes the explanation, when asked for.
+        rivals: makes so many other plans, the fastest first, that fit and run in the same chunks.
     """
 
     bare: Program
@@ -106,6 +109,7 @@ class Planned:
     projection: Projection
     seconds: float
     explain: Callable[[], Explanation]
+    rivals: Callable[[int], list[Planned]]
 
 
 @dataclass
@@ -294,7 +298,54 @@ class Planner:
             return Explanation.of(source, instances, index, best.plan, best.peak, best.host, request.allowed,
                                   request.host)  # fmt: skip
 
-        return Planned(source.program, program, projection, best.seconds, explain)
+        def rivals(count: int) -> list[Planned]:
+            return [self._planned(cuts, request, each, tilings) for each in self._rivals(cuts, request, best, count)]
+
+        return Planned(source.program, program, projection, best.seconds, explain, rivals)
+
+    def _rivals(self, cuts: Sequence[Cut], request: Request, best: Checked, count: int) -> list[Checked]:
+        """Other plans that fit both budgets and are simulated to take little longer than the best one."""
+        tiling = (best.cut, tuple(best.plan.chunks.items()))
+        instance = self._instance(cuts, tiling, request)
+        pinned = tuple(i for i, ok in enumerate(instance.movable) if ok) if request.fixed else ()
+        found: list[Checked] = []
+        for each in Search([instance], request.allowed, request.host, pinned).best(3 * count):
+            made = self._check(cuts, request, tiling, each.decisions, [])
+            fits = request.allowed is None or made.peak <= request.allowed
+            if fits and made.plan != best.plan and made.seconds < RIVAL * best.seconds:
+                found.append(made)
+        return sorted(found, key=lambda each: each.seconds)[:count]
+
+    def given(self, cuts: Sequence[Cut], request: Request, plan: Plan) -> Planned:
+        """A plan that is given, for the cut whose worksets and values it names.
+
+        What follows from the step and not from the plan (how gradients are kept, sizes of slots) is made anew.
+
+        Raises:
+            ValueError: it is of another model, or does not decide about all that there is.
+            BudgetError: it does not fit the device.
+        """
+        for cut in range(len(cuts)):
+            source = self.source(cuts, cut)
+            if source is not None and _is_for(plan, source, request):
+                slabs = [slab for slab in source.program.slabs if slab.name in plan.resident]
+                own = sum(request.updates.resident_bytes(slab, request.accumulate) for slab in slabs)
+                plan = replace(
+                    plan, accumulate=request.accumulate, keep=request.updates.keep and not request.accumulate,
+                    update_bytes=request.updates.staging_bytes(plan.where) + own, slots=(), host_slots=(),
+                )  # fmt: skip
+                program = scheduled(source.program, plan, request)
+                peak = project(program, source.profiler).peak
+                if request.allowed is not None and peak > request.allowed:
+                    needed, allowed = map(request.in_all, (peak, request.allowed))
+                    raise BudgetError(
+                        f"the plan does not fit the device budget: it needs {format_bytes(needed)}, and "
+                        f"{format_bytes(allowed)} are allowed",
+                        smallest_device=needed,
+                    )
+                seconds = timeline.simulate(program, source.costs, request.updates, record=False).step_s
+                return self._planned(cuts, request, Checked(cut, plan, peak, 0, seconds), self._all(request))
+        raise ValueError("the plan names values, worksets or slabs that this model's step does not have")
 
 
 def _stages(request: Request) -> list[tuple[int, ...]]:
@@ -303,6 +354,14 @@ def _stages(request: Request) -> list[tuple[int, ...]]:
         return [(request.chunk_tokens,)]
     large = tuple(t for t in CHUNK_TOKENS if t >= LARGE)
     return [large, *((t,) for t in CHUNK_TOKENS if t < LARGE)]
+
+
+def _is_for(plan: Plan, source: Source, request: Request) -> bool:
+    """Whether a plan decides about just what there is in a program."""
+    worksets = {workset.name for block in source.program.blocks for workset in block.worksets}
+    values = {value.name for value in source.values(request.sizes)}
+    slabs = {slab.name for slab in source.program.slabs}
+    return plan.residency.keys() == values and plan.chunks.keys() <= worksets and slabs.issuperset(plan.resident)
 
 
 def to_plan(source: Source, d: Decisions, chunks: dict[str, tuple[int, int]], request: Request) -> Plan:

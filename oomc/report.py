@@ -19,6 +19,7 @@ from oomc.program import Program
 from oomc.report_figures import LANES, Rates, Row, Tier, figures
 from oomc.runtime.record import Recording
 from oomc.simulate import Profiler, Projection, nbytes
+from oomc.tune import Tuning
 from oomc.worksets import Workset
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Report:
     @staticmethod
     def of_step(
         program: Program, projection: Projection, host: dict[str, int], metrics: dict[str, Any], options: Options,
-        rates: Rates, recording: Recording | None = None, why: Explanation | None = None,
+        rates: Rates, recording: Recording | None = None, why: Explanation | None = None, tried: Tuning | None = None,
     ) -> Report:  # fmt: skip
         """The plan of a step with the figures of the last one.
 
@@ -119,12 +120,19 @@ class Report:
             rates: the machine, and the simulated step.
             recording: a step that was recorded.
             why: the plan is as it is, where the planner made it.
+            tried: the plans that real steps have tried, this one the fastest of them.
         """
         assert program.plan is not None
         sections = {
             "model": describe_model(program),
             "loss": _loss(program),
-            "plan": program.plan.describe() + (f"\n{why}" if why else ""),
+            "plan": "\n".join(
+                [
+                    program.plan.describe(),
+                    *([str(why)] if why else []),
+                    *([f"tried on real steps:\n{tried}"] if tried else []),
+                ]
+            ),
             "worksets": _worksets(program),
             "device memory": _device(program, projection, metrics, options),
             "host memory": _host(host, program, options),

@@ -42,6 +42,11 @@ from oomc.runtime.updates import StepCounts
 from oomc.state import State
 from oomc.timeline import simulate
 
+REPLANS = 3
+"""How often a step whose plan takes more of the device than was projected is planned anew."""
+RETREAT = 0.03
+"""The share of the device budget that the next plan then leaves free."""
+
 
 class Step:
     """One training step of a model under a budget: forward, backward and update. Made by `oomc.compile`.
@@ -82,6 +87,8 @@ class Step:
         self._explained: tuple[Scheduled, Explanation] | None = None
         self._steps = 0
         self._skipped = 0
+        self._replans = 0
+        self._watched: Scheduled | None = None
         self._broken = self._closed = self._warned = self._recording = False
 
     # -- compiling ------------------------------------------------------------------------------------------------
@@ -273,7 +280,61 @@ class Step:
         self._broken = False
         self._raise_if_asked(counts, kept=True)
 
+    def use_plan(self, plan: Plan, *args: Any, **kwargs: Any) -> None:
+        """Run batches like this one by a plan of the user's from the next call on; slabs move to where it has them.
+
+        Args:
+            plan: `step.plan` of another step or run of the same model, or one with some decisions replaced
+                (`dataclasses.replace`).
+            *args: of a call, as for `prepare`.
+            **kwargs: likewise.
+
+        Raises:
+            ValueError: the plan is for another batch size, or does not decide about just what this model's step has.
+            BudgetError: it does not fit the budget.
+        """
+        self._refuse_broken()
+        batch = Batch.bind(self.model, args, kwargs)
+        bare = self._compiler.trace(batch).bare
+        updates = self._state.size_updates(bare)
+        scheduled = self._compiler.give(batch, plan, updates, plan.accumulate)
+        self._state.check_host(scheduled.program, plan.resident)
+
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], accumulate: bool) -> torch.Tensor:
+        """Run a step; one that runs out of device memory before anything has changed is planned with less, and run."""
+        while True:
+            try:
+                return self._run_once(args, kwargs, accumulate)
+            except torch.OutOfMemoryError as error:
+                if self._broken or self._closed or not self._retreat():
+                    raise
+                warnings.warn(
+                    f"the device ran out of memory although its budget was projected to do ({error}); nothing has "
+                    "changed, and the step is planned again with less",
+                    stacklevel=3,
+                )
+            _empty_cache(self._options.device)
+
+    def _retreat(self) -> bool:
+        """Plan with less device memory from the next call on; False where that has been tried often enough."""
+        if self._replans == REPLANS:
+            return False
+        self._replans += 1
+        whole = self._options.budget.device or self._compiler.device_memory()
+        self._compiler.retreat(int(RETREAT * whole))
+        return True
+
+    def _watch(self, scheduled: Scheduled, retries: int) -> None:
+        """Where a plan's first step came to the end of its memory, plan again before a later one dies of it."""
+        if scheduled is self._watched:
+            return
+        self._watched = scheduled
+        budget, peak = self._options.budget.device, self._last["device_peak"]
+        flushed = _allocation_retries(self._options.device) > retries
+        if flushed or (budget is not None and peak > budget):
+            self._retreat()
+
+    def _run_once(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], accumulate: bool) -> torch.Tensor:
         self._refuse_broken()
         self._check_counts()
         hypers = self._hypers()
@@ -297,6 +358,7 @@ class Step:
         tokens, steps = program.plan.sizes[0] * program.plan.sizes[1], runtime.steps
         self._broken = True  # until it is through, wherever an interrupt comes
         recorder = Recorder(program) if self._recording else None
+        retries, started = _allocation_retries(device), time.perf_counter()
         with torch.no_grad(), meter, recorder or nullcontext():
             try:
                 runtime.begin(program, hypers, self._options.max_grad_norm, scheduled.carried)
@@ -316,6 +378,11 @@ class Step:
                 self._broken = runtime.abort(earlier=bool(self._window), steps=steps)
                 raise
         self._broken = False
+        if self._compiler.tunes:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+            self._compiler.took(scheduled, time.perf_counter() - started)
+        self._watch(scheduled, retries)
         if recorder is not None and recorder.recording is not None:
             self._recording, self._recorded = False, (scheduled, recorder.recording)
         if not accumulate:
@@ -554,7 +621,8 @@ class Step:
         and by values on their way to the host or back, as a dict), device_peak and device_projected (bytes), host_peak
         (bytes beyond what the process held before compiling), host_value_bytes (planned for values on the host),
         h2d_bytes and d2h_bytes (weights, values and gradients), state_bytes (moved by updates on the device), nonfinite
-        (gradient elements), steps, traces, plans, compilations. Reading them waits for the gradient norm.
+        (gradient elements), steps, traces, replans (after a step took more of the device than was projected), plans,
+        compilations. Reading them waits for the gradient norm.
         """
         traces = self._compiler.traces
         if self._current is None or not self._last:
@@ -585,6 +653,7 @@ class Step:
             "nonfinite": updated.nonfinite,
             "steps": self._steps,
             "traces": len(traces),
+            "replans": self._replans,
             "plans": sum(len(t.plans) for t in traces.values()),
             "compilations": sum(len(t.bare.compiled) for t in traces.values()),
         }
@@ -631,7 +700,7 @@ class Step:
         return Report.of_step(
             self._current.program, self._current.projection, needed, self.metrics, self._options,
             self._projected_time(), known[1] if known is not None and known[0] is self._current else None,
-            self._why(),
+            self._why(), self._current.tried,
         )  # fmt: skip
 
     def _why(self) -> Explanation | None:
@@ -677,6 +746,16 @@ class Step:
         else:
             self._compiler.capture(trace.batch, observe)
         return texts[stage]
+
+
+def _allocation_retries(device: torch.device) -> int:
+    """How often the allocator has had to give unused memory back before it could serve a request."""
+    return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else 0
+
+
+def _empty_cache(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _free_device(device: torch.device) -> None:

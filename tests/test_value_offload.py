@@ -187,7 +187,7 @@ def try_only(monkeypatch: pytest.MonkeyPatch, candidates: Sequence[Sequence[Cand
         program, projection = pipeline.plan_step(
             *made, r.sizes, r.allowed, r.budget, updates=r.updates, accumulate=r.accumulate, candidates=candidates
         )
-        return Planned(made[0], program, projection, 0.0, lambda: Explanation(0, "", 0.0, 0.0, ()))
+        return Planned(made[0], program, projection, 0.0, lambda: Explanation(0, "", 0.0, 0.0, ()), lambda _: [])
 
     monkeypatch.setattr(Planner, "plan", plan)
     monkeypatch.setattr(pipeline, "plan_step", partial(pipeline.plan_step, candidates=candidates))
