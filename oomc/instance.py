@@ -287,7 +287,7 @@ class _Extraction:
             part_slab=part_slab, part_params=part_params, part_bytes=part_bytes, own_grad=walks[0].grads[at],
             device=(base - bound[:, None])[at], inner=np.stack(gone, 1)[at], bound=bound[at], other=walks[0].other[at],
             fixed=float(walks[0].fixed + GRANULE * (n - count)), staging=float(updates.staging_bytes("both")),
-            host_fixed=float(updates.ring_bytes), rates=rates_of(self.source.costs.machine, moved, grad),
+            host_fixed=float(updates.host_fixed), rates=rates_of(self.source.costs.machine, moved, grad),
             accumulate=self.accumulate, wheres=("host", "both") if updates.where == "both" else (updates.where,),
             **per_level,
         )  # fmt: skip

@@ -100,6 +100,7 @@ class Updates:
         where: who may update slabs on the host.
         accumulates: gradients are summed in fp32 over micro-batches.
         ring_bytes: of the host memory through which gradients pass.
+        process_bytes: of host memory that the process takes whatever the plan.
     """
 
     arrays: tuple[StateArray, ...] = (StateArray("m"), StateArray("v"))
@@ -108,6 +109,12 @@ class Updates:
     where: Where = "host"
     accumulates: bool = False
     ring_bytes: int = 0
+    process_bytes: int = 0
+
+    @property
+    def host_fixed(self) -> int:
+        """Host bytes that no decision changes."""
+        return self.ring_bytes + self.process_bytes
 
     def kept_bytes(self, slab: Slab) -> int:
         """Host bytes of a slab's gradients that wait there until all have come."""

@@ -237,7 +237,7 @@ class Planner:
         line = timeline.simulate(program, source.costs, request.updates, record=False)
         assert program.plan is not None
         slabs = sum(request.updates.host_bytes(s) for s in program.slabs if s.name not in plan.resident)
-        host = slabs + request.updates.ring_bytes + program.plan.host_value_bytes
+        host = slabs + request.updates.host_fixed + program.plan.host_value_bytes
         known.append(Checked(tiling[0], plan, projection.peak, host, line.step_s))
         return known[-1]
 

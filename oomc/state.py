@@ -19,6 +19,11 @@ from oomc.runtime.slabs import DeviceSlab, HostSlab, Slab
 from oomc.runtime.updates import Where, chunk_bytes_of
 
 
+CUDA_PROCESS = 1_220_000_000
+"""Host bytes that a process takes beyond imports and CUDA's start: libraries that CUDA loads when they are first
+called, kernels that are compiled, and the trace. 1.16 to 1.31 GB were measured (docs/RESULTS.md)."""
+
+
 class State:
     """All slabs of a model.
 
@@ -59,13 +64,19 @@ class State:
     def updates(self) -> Updates:
         """What a plan must know of them."""
         return Updates(
-            self.arrays, chunk_bytes_of(self.chunk_elements), self.keep, self.where, self.accumulates, self.ring_bytes
+            self.arrays, chunk_bytes_of(self.chunk_elements), self.keep, self.where, self.accumulates, self.ring_bytes,
+            self.process_bytes,
         )
 
     @property
     def ring_bytes(self) -> int:
         """Host bytes through which gradients pass."""
         return BUFFERS_PER_WORKER * max(2, self.workers) * chunk_bytes_of(self.buffer_elements)
+
+    @property
+    def process_bytes(self) -> int:
+        """Host bytes of what training loads and compiles beside its state: none are counted on the stand-in."""
+        return CUDA_PROCESS if self.device.type == "cuda" else 0
 
     @property
     def resident(self) -> frozenset[str]:
@@ -82,6 +93,7 @@ class State:
             f"gradients kept{', summed in fp32' if self.accumulates else ''}": sum(map(updates.kept_bytes, host)),
             "values between forward and backward": 0 if program.plan is None else program.plan.host_value_bytes,
             "gradients in flight": self.ring_bytes,
+            "libraries of CUDA, compiled kernels": self.process_bytes,
         }
 
     def check_host(self, program: Program, resident: Collection[str]) -> None:
