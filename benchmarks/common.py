@@ -47,6 +47,27 @@ TINY = SIZES | {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
+HYBRID = SIZES | {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 10,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}
+"""The layers of Qwen3-Next-80B-A3B with 128 experts instead of 512, so that four of them fit the host."""
+TINY_HYBRID = HYBRID | TINY | {
+    "shared_expert_intermediate_size": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}  # fmt: skip
 
 
 def build_model(
@@ -57,18 +78,25 @@ def build_model(
     tiny: bool = False,
     experts: str = "grouped_mm",
     attention: str = "sdpa",
+    hybrid: bool = False,
 ) -> Any:
-    """The model on the CPU; the same numbers for the same layers and seed, in any dtype."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
+    """The model on the CPU; the same numbers for the same layers and seed, in any dtype.
 
-    config = Qwen3MoeConfig(**(TINY if tiny else SIZES), num_hidden_layers=layers)
+    A hybrid one has Qwen3-Next's layers: three with linear attention, then one with full attention, and so on.
+    """
+    import transformers
+
+    if hybrid:
+        sizes, name = TINY_HYBRID if tiny else HYBRID, "Qwen3Next"
+    else:
+        sizes, name = TINY if tiny else SIZES, "Qwen3Moe"
+    config = getattr(transformers, f"{name}Config")(**sizes, num_hidden_layers=layers)
     with torch.device("meta"):
-        model = Qwen3MoeForCausalLM._from_config(
+        model = getattr(transformers, f"{name}ForCausalLM")._from_config(
             config, dtype=dtype, attn_implementation=attention, experts_implementation=experts
         )
     model.to_empty(device="cpu")
-    model.model.rotary_emb = Qwen3MoeRotaryEmbedding(config)  # its buffers are computed, not loaded
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are computed, not loaded
     fill(model, seed)
     return model.train()
 
@@ -78,7 +106,7 @@ def fill(model: torch.nn.Module, seed: int) -> None:
     tasks = []
     for index, parameter in enumerate(model.parameters()):
         flat = parameter.detach().view(-1)
-        if parameter.dim() == 1:
+        if parameter.dim() == 1:  # also the decay of linear attention, whose exponential it is
             flat.fill_(1.0)
         else:
             tasks += [(seed * 1_000_003 + index * 1009 + k, piece) for k, piece in enumerate(flat.split(PIECE))]

@@ -85,7 +85,7 @@ class Trace:
     Attributes:
         training: whether the model was in training mode.
         tuning: the batch shape whose plans are tried on real steps at present, and how that stands.
-        given: plans that the user has given for batch shapes.
+        given: plans that the user has given, by sizes and whether they accumulate.
     """
 
     bare: Program
@@ -95,7 +95,7 @@ class Trace:
     training: bool = True
     plans: dict[tuple[Any, ...], Scheduled] = field(default_factory=dict)
     tuning: tuple[tuple[Any, ...], Tuning] | None = None
-    given: dict[tuple[Any, ...], Scheduled] = field(default_factory=dict)
+    given: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
     _whole: tuple[Program, Profiler] | None = None
     _asked: bool = False
 
@@ -217,9 +217,9 @@ class Compiler:
         """
         trace = self.trace(batch)
         sizes = self.sizes(trace.bare, batch)
-        shape = sizes, accumulate
-        if shape in trace.given:
-            return trace.given[shape]
+        shape = sizes, accumulate, updates.accumulates
+        if shape[:2] in trace.given:
+            return self._given(trace, batch, trace.given[shape[:2]], updates)
         tried = self._tried(trace, shape)
         if tried is not None:
             return tried
@@ -259,20 +259,29 @@ class Compiler:
             trace.plans.clear()
             trace.tuning = None
 
-    def give(self, batch: Batch, plan: Plan, updates: Updates, accumulate: bool) -> Scheduled:
+    def give(self, batch: Batch, plan: Plan, updates: Updates) -> Scheduled:
         """Let a plan that the user has made be that of batches like this one.
 
         Raises:
             ValueError, BudgetError: as `Planner.given`.
         """
         trace = self.trace(batch)
+        for accumulates in (False, True):
+            trace.plans.pop(("given", plan.sizes, plan.accumulate, accumulates), None)
+        made = self._given(trace, batch, plan, updates)
+        trace.given[plan.sizes, plan.accumulate] = plan
+        return made
+
+    def _given(self, trace: Trace, batch: Batch, plan: Plan, updates: Updates) -> Scheduled:
         sizes = self.sizes(trace.bare, batch)
         if sizes != plan.sizes:
             raise ValueError(f"the plan is for a batch of {plan.sizes}, and this one is of {sizes}")
-        request = self._request(sizes, self._device_allowed(), updates, frozenset(), False, accumulate)
-        planned = trace.planner.given(trace.cuts(sizes, self.options.verify), request, plan)
-        trace.given[sizes, accumulate] = self._lowered(trace, planned)
-        return trace.given[sizes, accumulate]
+        key = "given", sizes, plan.accumulate, updates.accumulates
+        if key not in trace.plans:
+            request = self._request(sizes, self._device_allowed(), updates, frozenset(), False, plan.accumulate)
+            planned = trace.planner.given(trace.cuts(sizes, self.options.verify), request, plan)
+            trace.plans[key] = self._lowered(trace, planned)
+        return trace.plans[key]
 
     def _lowered(self, trace: Trace, planned: Planned) -> Scheduled:
         program = planned.program
@@ -299,7 +308,7 @@ class Compiler:
         """The plan for a batch size, with what runs it; where there are others worth a try, they are tried next."""
         options = self.options
         allowed = self._device_allowed()
-        shape = sizes, accumulate
+        shape = sizes, accumulate, updates.accumulates
         if options.device.type == "cpu" and options.budget.device is None:
             # its memory is the host's: nothing is gained by a plan for it, and everything is streamed as on a GPU
             program, projection = pipeline.plan_step(

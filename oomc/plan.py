@@ -130,11 +130,14 @@ class Updates:
         return 0 if where == "host" else STAGES * Staging.nbytes(self.arrays, self.chunk_bytes)
 
     def resident_bytes(self, slab: Slab, accumulate: bool) -> int:
-        """Device bytes of a slab that lives there with its state, each piece rounded up as the allocator does."""
+        """Device bytes of a slab that lives there with its state, each piece rounded up as the allocator does.
+
+        Sums of gradients that an accumulating step has made stay for the next one.
+        """
         layout = slab.layout
         pieces = [layout.weight_bytes, 2 * layout.bf16.elements]
         pieces += [a.dtype.itemsize * a.elements(layout.state_elements) for a in self.arrays]
-        if accumulate or len(slab.users) > 1:
+        if accumulate or self.accumulates or len(slab.users) > 1:
             pieces.append(layout.gradient_bytes(wide=True))
         return sum(-(-piece // 512) * 512 for piece in pieces)
 

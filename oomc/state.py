@@ -18,7 +18,6 @@ from oomc.runtime.pool import physical_cores
 from oomc.runtime.slabs import DeviceSlab, HostSlab, Slab
 from oomc.runtime.updates import Where, chunk_bytes_of
 
-
 CUDA_PROCESS = 1_220_000_000
 """Host bytes that a process takes beyond imports and CUDA's start: libraries that CUDA loads when they are first
 called, kernels that are compiled, and the trace. 1.16 to 1.31 GB were measured (docs/RESULTS.md)."""
@@ -64,7 +63,12 @@ class State:
     def updates(self) -> Updates:
         """What a plan must know of them."""
         return Updates(
-            self.arrays, chunk_bytes_of(self.chunk_elements), self.keep, self.where, self.accumulates, self.ring_bytes,
+            self.arrays,
+            chunk_bytes_of(self.chunk_elements),
+            self.keep,
+            self.where,
+            self.accumulates,
+            self.ring_bytes,
             self.process_bytes,
         )
 

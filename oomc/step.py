@@ -297,7 +297,7 @@ class Step:
         batch = Batch.bind(self.model, args, kwargs)
         bare = self._compiler.trace(batch).bare
         updates = self._state.size_updates(bare)
-        scheduled = self._compiler.give(batch, plan, updates, plan.accumulate)
+        scheduled = self._compiler.give(batch, plan, updates)
         self._state.check_host(scheduled.program, plan.resident)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], accumulate: bool) -> torch.Tensor:

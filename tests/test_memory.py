@@ -100,6 +100,18 @@ def test_accumulation_stays_within_its_projection() -> None:
         assert step.metrics["device_peak"] <= step.metrics["device_projected"]
 
 
+def test_sums_that_stay_on_the_device_are_projected_for_plain_steps_too() -> None:
+    step, _ = tiny_step("plain_moe", device="64MiB")
+    assert step.plan.resident
+    step(**tokens(2, 24))
+    before = step.projected
+    step.forward_backward(**tokens(2, 24, seed=1))
+    step.update()
+    step(**tokens(2, 24))
+    assert step.metrics["device_peak"] <= step.projected
+    assert step.projected > before
+
+
 def test_an_unplanned_tensor_is_noticed() -> None:
     step, _ = tiny_step("plain_moe")
     batch = tokens(2, 24)
