@@ -357,11 +357,17 @@ def _stages(request: Request) -> list[tuple[int, ...]]:
 
 
 def _is_for(plan: Plan, source: Source, request: Request) -> bool:
-    """Whether a plan decides about just what there is in a program."""
-    worksets = {workset.name for block in source.program.blocks for workset in block.worksets}
+    """Whether a plan decides about just what there is in a program, in a way that it can run."""
+    program = source.program
+    forms = {w.name: program.forms[w.form] for block in program.blocks for w in block.worksets}
+    for name, chunk in plan.chunks.items():
+        if name not in forms or not forms[name].chunk or min(chunk) < 1:
+            return False
+        if forms[name].chunk == "rows" and chunk[1] < plan.sizes[1]:
+            return False
     values = {value.name for value in source.values(request.sizes)}
-    slabs = {slab.name for slab in source.program.slabs}
-    return plan.residency.keys() == values and plan.chunks.keys() <= worksets and slabs.issuperset(plan.resident)
+    slabs = {slab.name for slab in program.slabs}
+    return plan.residency.keys() == values and slabs.issuperset(plan.resident)
 
 
 def to_plan(source: Source, d: Decisions, chunks: dict[str, tuple[int, int]], request: Request) -> Plan:

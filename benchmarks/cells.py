@@ -1,0 +1,156 @@
+"""Projected against measured: device and host memory, and step time, of the planner's plans; a line of JSON a cell.
+
+    python -m oomc calibrate
+    python benchmarks/cells.py --layers 4 --cells 4x4096@13GiB,16x4096@24GiB --plans 12
+
+A cell is batch x sequence @ device budget. With `--plans`, the steps of so many plans that a person would try instead
+are timed after it: the chosen plan with other prefetching, more or fewer gradients held, other updaters, everything
+kept or recomputed, fewer slabs on the device, other chunks. Those that do not fit the budget are left out. The chosen
+plan is timed again at the end, since what else the machine does moves the times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from common import ADAMW, HostMeter, batches, build_model, device_peaks, synchronize
+
+import oomc
+from oomc.plan import Plan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--cells", default="4x4096@13GiB")
+    parser.add_argument("--plans", type=int, default=0, help="other plans to run for each cell")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model of small sizes")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)
+    import transformers  # noqa: F401  imports count as before the start, not as the model's memory
+
+    host = HostMeter()
+    model = build_model(args.layers, 0, torch.bfloat16, tiny=args.tiny)
+    with host:
+        for cell in args.cells.split(","):
+            sizes, budget = cell.split("@")
+            batch, seq = map(int, sizes.split("x"))
+            print(json.dumps(run(model, batch, seq, budget, host, device, args)), flush=True)
+
+
+def run(
+    model: Any, batch: int, seq: int, budget: str, host: HostMeter, device: torch.device, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Everything about one cell."""
+    stream = batches(1, batch, seq, model.config.vocab_size)
+    example = next(stream)
+    began = time.perf_counter()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    step = oomc.compile(model, oomc.Budget(budget), optimizer=optimizer, example=example, device=device, tune=0)
+    compile_s = time.perf_counter() - began
+    host.peak = 0
+    seconds = measured(step, stream, args.warmup, args.steps, device)
+    figures, metrics, chosen = step.report().data, step.metrics, step.plan
+    projected = figures["timeline"]["step_s"]
+    needed = sum(count for name, count in figures["host"].items() if name != "allowed")
+    result = {
+        "layers": args.layers, "parameters": sum(p.numel() for p in model.parameters()), "tokens": batch * seq,
+        "batch": batch, "seq": seq, "budget": budget, "plan": chosen.describe(), "compile_s": compile_s,
+        "step_measured": seconds, "step_projected": projected, "step_ratio": projected / seconds,
+        "device_measured": metrics["device_peak"], "device_projected": metrics["device_projected"],
+        "device_ratio": metrics["device_projected"] / metrics["device_peak"], **device_peaks(device),
+        "host_measured": host.peak, "host_projected": needed, "host_ratio": needed / max(1, host.peak),
+        "bound": figures["timeline"].get("bound"),
+    }  # fmt: skip
+    if args.plans:
+        result["others"] = others(step, chosen, stream, example, args.plans, device)
+        result["step_again"] = measured(step, stream, 1, args.steps, device)
+        best = min([each["step_s"] for each in result["others"]], default=seconds)
+        result["against_best"] = min(seconds, result["step_again"]) / best
+    step.close()
+    del step
+    gc.collect()
+    return result
+
+
+def measured(step: oomc.Step, stream: Iterator[Any], warmup: int, steps: int, device: torch.device) -> float:
+    """The median time of a call with its loss read."""
+    times = []
+    for _ in range(warmup + steps):
+        batch = next(stream)
+        start = time.perf_counter()
+        float(step(**batch))
+        times.append(time.perf_counter() - start)
+    step.synchronize()
+    synchronize(device)
+    return statistics.median(times[warmup:])
+
+
+def others(
+    step: oomc.Step, chosen: Plan, stream: Iterator[Any], example: dict[str, torch.Tensor], count: int,
+    device: torch.device,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The times of other plans that fit; the step is left with the chosen one."""
+    found: list[dict[str, Any]] = []
+    for name, plan in variations(chosen):
+        if len(found) == count:
+            break
+        try:
+            step.use_plan(plan, **example)
+            found.append({"what": name, "step_s": measured(step, stream, 1, 3, device)})
+        except oomc.BudgetError:
+            continue
+    step.use_plan(chosen, **example)
+    return found
+
+
+def variations(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """What a person would try instead of a plan."""
+    seen = [plan]
+    kept: dict[str, Any] = dict.fromkeys(plan.residency, "keep")
+    small = {name: "recompute" if where == "offload" else where for name, where in plan.residency.items()}
+    batch, seq = plan.sizes
+    halves = {n: (b // 2, s) if b > 1 else (b, s // 2 if s < seq else s) for n, (b, s) in plan.chunks.items()}
+    doubles = {n: (min(batch, 2 * b), s) if s == seq else (b, min(seq, 2 * s)) for n, (b, s) in plan.chunks.items()}
+    swapped = "host" if plan.where == "both" else "both"
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("prefetch 0", {"prefetch": 0}),
+        ("prefetch 1", {"prefetch": 1}),
+        ("prefetch 2", {"prefetch": 2}),
+        ("no gradients held", {"hold": 0}),
+        ("gradients of 1 block held", {"hold": 1}),
+        ("gradients of 2 blocks held", {"hold": 2}),
+        ("gradients of 4 blocks held", {"hold": 4}),
+        (f"updated by {swapped}", {"where": swapped}),
+        ("all kept", {"residency": kept}),
+        ("nothing on the host", {"residency": small}),
+        ("no slab on the device", {"resident": ()}),
+        ("one slab less on the device", {"resident": plan.resident[:-1]}),
+        ("chunks of half the size", {"chunks": halves}),
+        ("chunks of twice the size", {"chunks": doubles}),
+    ]
+    pairs = itertools.combinations(changes, 2)
+    both = [(f"{a}, {b}", x | y) for (a, x), (b, y) in pairs if not x.keys() & y.keys()]
+    for name, change in [*changes, *both]:
+        new = replace(plan, **change)
+        if new not in seen:
+            seen.append(new)
+            yield name, new
+
+
+if __name__ == "__main__":
+    main()
