@@ -134,7 +134,7 @@ def backward(
     kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
     causal: bool, window: int | None, in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv in the shapes of q, k and v, from what `forward` returned: in any strides, or in the memory of q, k, v.
+    """dq, dk, dv as q, k and v, from what `forward` returned: in any strides, or in the memory of q, k and v.
 
     `in_place` is sound part by part: a part's queries are read by that part only, and its keys and values by no part
     after that with the last of their query heads. The gradients of a KV head whose query heads are in several parts are

@@ -22,6 +22,7 @@ from oomc.passes.assemble import Assemble
 from oomc.passes.choose_residency import OFFLOAD_FROM
 from oomc.passes.insert_chunks import InsertChunks
 from oomc.passes.insert_recompute import InsertRecompute
+from oomc.passes.overwrite_values import OverwriteValues
 from oomc.plan import Plan, Residency, Updates
 from oomc.program import Program
 from oomc.quick import Array, Instance, rates_of
@@ -212,7 +213,7 @@ class _Extraction:
             new.meta = dict(old.meta)
         # only read, never run: it needs no module
         program = replace(self.program, step=cast(Any, SimpleNamespace(graph=graph)), plan=plan)
-        program = InsertRecompute()(InsertChunks()(program).program).program
+        program = OverwriteValues()(InsertRecompute()(InsertChunks()(program).program).program).program
         return _look(program, self.source.profiler, self.source.costs)
 
     def instance(self, movable: frozenset[str]) -> Instance:
