@@ -20,7 +20,7 @@ from oomc import target
 from oomc.opdef import largest
 from oomc.private import FakeTensor
 
-WORKSPACE_BYTES = 512 << 20
+WORKSPACE_BYTES = 256 << 20
 """Most that one call takes for the fp32 sum of the gradient of q."""
 Kernel = Literal["cudnn", "flash", "tiled"]
 _aten = torch.ops.aten
@@ -159,8 +159,7 @@ def backward(
         if part.heads.start % group == 0:
             sums = [x.float() for x in others] if _heads_of(part) < group else others
         else:
-            for total, other in zip(sums, others, strict=True):
-                total.add_(other)
+            sums = [total.add_(others.pop(0)) for total in sums]
         if part.heads.stop % group == 0:
             part.keys(dk).copy_(sums[0])
             part.keys(dv).copy_(sums[1])
