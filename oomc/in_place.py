@@ -58,8 +58,8 @@ def _overwritten(form: Form, graph: fx.Graph, site: fx.Node) -> tuple[tuple[int,
     position = {n: i for i, n in enumerate(graph.nodes)}
     memories = {node: memory_of(node) for node in graph.nodes}
     (output,) = graph.find_nodes(op="output")
-    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-    written = [memories[site.args[i]] for i in _WRITTEN]  # type: ignore[index]
+    results: list[Any] = list(output.args[0])
+    written = [memories[site.args[i]] for i in _WRITTEN]
     read = [memories[n] for i, n in enumerate(site.args) if isinstance(n, fx.Node) and i not in _WRITTEN]
     if len({*written, *read}) != len(written) + len(set(read)):
         return ()
@@ -68,7 +68,7 @@ def _overwritten(form: Form, graph: fx.Graph, site: fx.Node) -> tuple[tuple[int,
     pairs = []
     for index, (node, memory) in enumerate(zip((site.args[i] for i in _WRITTEN), written, strict=True)):
         gradients = [i for i, r in enumerate(results) if isinstance(r, fx.Node) and _is_part(memories[r], site, index)]
-        if memory not in placeholders or len(gradients) != 1:
+        if memory is None or memory not in placeholders or len(gradients) != 1:
             return ()
         argument, (result,) = placeholders.index(memory), gradients
         source = form.backward_takes[argument : argument + 1]
@@ -105,15 +105,6 @@ def _write_in_place(graph: fx.Graph, site: fx.Node) -> None:
         part.replace_all_uses_with(site.args[_WRITTEN[index]] if index < len(_WRITTEN) else new)  # type: ignore[arg-type]
         graph.erase_node(part)
     graph.erase_node(site)
-
-
-def writes_as_said(form: Form, node: fx.Node) -> bool:
-    """Whether a node of a backward in place writes to the arguments that the form says, and is the last to use them."""
-    if node.target is not ops.attention_backward_in_place:
-        return False
-    placeholders = node.graph.find_nodes(op="placeholder")
-    written = [memory_of(node.args[i]) for i in _WRITTEN]
-    return sorted(placeholders.index(m) for m in written if m in placeholders) == sorted(a for a, _ in form.overwritten)
 
 
 def why_not(program: Program, run: fx.Node) -> str:

@@ -305,6 +305,9 @@ def verify_form(form: Form, faults: Faults) -> None:
         expected["backward"] = (takes, [inputs[i] for i in form.gradients])
         if form.backward_in_place is not None:
             expected[steps.IN_PLACE] = expected["backward"]
+            made, overwritten = in_place.backward_of(form)
+            if made is None or (str(made.graph), overwritten) != (str(form.backward_in_place.graph), form.overwritten):
+                faults.add("it is not the backward with attention in place", None, form.backward_in_place.graph, title)
     for variant, (args, results) in expected.items():
         _verify_variant(form, variant, args, results, faults, f"{title}, {variant}")
 
@@ -330,7 +333,7 @@ def _verify_variant(
             continue
         if variant != "forward" and node.target in ops.NEVER_RECOMPUTE:
             faults.add("its result must be saved by the forward: it is never recomputed", node, graph, title)
-        if is_mutating(node) and not (variant == steps.IN_PLACE and in_place.writes_as_said(form, node)):
+        if is_mutating(node) and variant != steps.IN_PLACE:
             faults.add("it writes to one of its inputs", node, graph, title)
         if is_random(node):
             faults.add("it draws random numbers", node, graph, title)
