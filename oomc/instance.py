@@ -50,7 +50,8 @@ class Value:
 
     Attributes:
         block: that makes it.
-        kind: `saved` (may not be made again), `bound` (for other blocks), `fence` or `rest`.
+        kind: `saved` (may not be made again), `bound` (for other blocks), `fence`, `beside` (saved beside a fence's
+            first result, as attention's lse, and on the host when that is) or `rest`.
         leaves: its bytes, if it may wait on the host, else 0.
     """
 
@@ -88,8 +89,8 @@ class Source:
         for node, inside in kept_values(program):
             note = meta.note(node)
             kind = "saved" if ":saved." in note.source or note.block == last else "rest" if inside else "bound"
-            if kind == "rest" and is_fence_result(program, node):
-                kind = "fence"
+            if kind in ("rest", "saved") and note.block != last and is_fence_result(program, node):
+                kind = "fence" if kind == "rest" else "beside"
             size = value_bytes(program, node, sizes)
             leaves = kind != "saved" and size >= OFFLOAD_FROM and not why_not(program, node)
             found.append(Value(note.source, note.block, kind, -(-size // GRANULE) * GRANULE if leaves else 0))
@@ -108,7 +109,8 @@ def residency(values: list[Value], level: tuple[int, ...], away: tuple[bool, ...
     for value in values:
         own = level[value.block]
         where: Residency = {"saved": "keep", "bound": "offload" if away[value.block] else "keep",
-                            "fence": _FENCE[own], "rest": _REST[own]}[value.kind]  # fmt: skip
+                            "fence": _FENCE[own], "rest": _REST[own],
+                            "beside": "offload" if _FENCE[own] == "offload" else "keep"}[value.kind]  # fmt: skip
         result[value.name] = "keep" if where == "offload" and not value.leaves else where
     return result
 
@@ -228,7 +230,7 @@ class _Extraction:
             if value.kind in ("fence", "rest"):
                 more[value.block, int(value.kind == "rest")] = True
             if value.kind != "saved":
-                {"fence": fence, "rest": rest, "bound": bound}[value.kind][value.block] += value.leaves
+                {"fence": fence, "beside": fence, "rest": rest, "bound": bound}[value.kind][value.block] += value.leaves
         gone = [0 * fence, 0 * fence, fence, 0 * fence, fence, fence + rest]
         made = np.stack([w.made for w in walks], 1)
         allowed = np.ones((count, levels), np.bool_)
