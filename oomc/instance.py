@@ -50,8 +50,8 @@ class Value:
 
     Attributes:
         block: that makes it.
-        kind: `saved` (may not be made again), `bound` (for other blocks), `fence`, `beside` (saved beside a fence's
-            first result, as attention's lse, and on the host when that is) or `rest`.
+        kind: `saved` (of the last block), `bound` (for other blocks), `fence`, `rest`, or `beside` (may not be made
+            again, as the choice of experts or attention's lse, and is on the host when fences are).
         leaves: its bytes, if it may wait on the host, else 0.
     """
 
@@ -88,9 +88,13 @@ class Source:
         found = []
         for node, inside in kept_values(program):
             note = meta.note(node)
-            kind = "saved" if ":saved." in note.source or note.block == last else "rest" if inside else "bound"
-            if kind in ("rest", "saved") and note.block != last and is_fence_result(program, node):
-                kind = "fence" if kind == "rest" else "beside"
+            kind = "rest" if inside else "bound"
+            if note.block == last:
+                kind = "saved"
+            elif ":saved." in note.source:
+                kind = "beside"
+            elif kind == "rest" and is_fence_result(program, node):
+                kind = "fence"
             size = value_bytes(program, node, sizes)
             leaves = kind != "saved" and size >= OFFLOAD_FROM and not why_not(program, node)
             found.append(Value(note.source, note.block, kind, -(-size // GRANULE) * GRANULE if leaves else 0))
