@@ -238,14 +238,56 @@ def _backward(
     Probabilities are recomputed from lse. The order of every sum is fixed in the tiled form; the kernels of cuDNN and
     flash attention are deterministic only as torch.use_deterministic_algorithms makes them.
     """
+    return _gradients(False, dout, q, k, v, out, lse, sinks, segments, scale, causal, window, softcap)
+
+
+def _backward_in_place(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    segments: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float,
+) -> Tensor:
+    """Body of `oomc::attention_backward_in_place`: as `_backward`, with the gradients of q, k and v in their memory.
+
+    The same bits as from `_backward`. Returns the gradient of sinks.
+    """
+    written = [x.untyped_storage()._cdata for x in (q, k, v)]
+    read = {x.untyped_storage()._cdata for x in (dout, out, lse)}
+    assert len({*written, *read}) == 3 + len(read), "q, k or v shares its memory with another argument"
+    return _gradients(True, dout, q, k, v, out, lse, sinks, segments, scale, causal, window, softcap)[3]
+
+
+def _gradients(
+    in_place: bool,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    segments: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and sinks; with `in_place`, the first three in the memory of q, k and v."""
     kernel = kernels.choose(q, k, v, segments is not None or sinks is not None, causal, window, softcap)
     if kernel != "tiled":
-        dq, dk, dv = (
-            _as_heads_inside(g) for g in kernels.backward(kernel, dout, q, k, v, out, lse, scale, causal, window)
-        )
+        found = kernels.backward(kernel, dout, q, k, v, out, lse, scale, causal, window, in_place)
+        dq, dk, dv = found if in_place else map(_as_heads_inside, found)
         return dq, dk, dv, _sink_gradient(None, lse, lse)
     call = _tiled(q, k, scale, causal, window, softcap)
-    dq, dk, dv = (_heads_inside(x, *x.shape[1:]) for x in (q, k, v))
+    dq, dk, dv = (q, k, v) if in_place else (_heads_inside(x, *x.shape[1:]) for x in (q, k, v))
     k, v = call.wide(k), call.wide(v)
     dk_sum, dv_sum = torch.zeros_like(k), torch.zeros_like(v)
     delta = torch.empty_like(lse)
@@ -264,9 +306,9 @@ def _backward(
         ds.sub_(inner).mul_(p)
         if slope is not None:
             ds.mul_(slope.view(ds.shape))
-        dq_part = torch.bmm(ds, t.keys_of(k)).mul_(scale)
-        t.rows_of(dq_rows).copy_(dq_part.view(*score.shape[:-1], -1))
         t.keys_of(dk_sum).baddbmm_(ds.mT, q_block, alpha=scale)
+        dq_part = torch.bmm(ds, t.keys_of(k)).mul_(scale)
+        t.rows_of(dq_rows).copy_(dq_part.view(*score.shape[:-1], -1))  # last: these may be the rows of q
     return dq, dk.copy_(dk_sum), dv.copy_(dv_sum), _sink_gradient(sinks, lse, delta)
 
 
@@ -296,7 +338,13 @@ def _backward_fake(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (_heads_inside(x, *x.shape[1:]) for x in (q, k, v))
-    return dq, dk, dv, lse.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return dq, dk, dv, _in_place_fake(dout, q, k, v, out, lse, sinks)
+
+
+def _in_place_fake(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, *_: Any
+) -> Tensor:
+    return lse.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -322,6 +370,15 @@ attention_backward = define(
     _backward,
     _backward_fake,
     traceable=True,
+)
+attention_backward_in_place = define(
+    "attention_backward_in_place",
+    "(Tensor dout, Tensor(a!) q, Tensor(b!) k, Tensor(c!) v, Tensor out, Tensor lse, Tensor? sinks, "
+    f"{_OPTIONS}) -> Tensor",
+    _backward_in_place,
+    _in_place_fake,
+    traceable=True,
+    mutates=("q", "k", "v"),
 )
 attention = define(
     "attention",

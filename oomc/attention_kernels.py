@@ -20,7 +20,7 @@ from oomc import target
 from oomc.opdef import largest
 from oomc.private import FakeTensor
 
-WORKSPACE_BYTES = 512 << 20
+WORKSPACE_BYTES = 256 << 20
 """Most that one call takes for the fp32 sum of the gradient of q."""
 Kernel = Literal["cudnn", "flash", "tiled"]
 _aten = torch.ops.aten
@@ -105,6 +105,11 @@ def _workspace(part: Part, q: Tensor) -> Tensor | None:
     return x.new_empty(x.shape, dtype=torch.float32) if isinstance(q, FakeTensor) else None
 
 
+def _empty_heads_inside(x: Tensor) -> Tensor:
+    """Empty [B, H, S, D], laid out as [B, S, H, D]."""
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
+
+
 def _heads_of(part: Part) -> int:
     return part.heads.stop - part.heads.start
 
@@ -127,19 +132,21 @@ def forward(
 
 def backward(
     kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
-    causal: bool, window: int | None,
+    causal: bool, window: int | None, in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv in the shapes of q, k, v and any strides, from what `forward` returned.
+    """dq, dk, dv as q, k and v, from what `forward` returned: in any strides, or in the memory of q, k and v.
 
-    The gradients of a KV head whose query heads are in several parts are summed in fp32.
+    `in_place` is sound part by part: a part's queries are read by that part only, and its keys and values by no part
+    after that with the last of their query heads. The gradients of a KV head whose query heads are in several parts are
+    summed in fp32.
     """
     cover, group = parts(q, k), q.shape[1] // k.shape[1]
-    if len(cover) == 1:
+    if len(cover) == 1 and not in_place:
         workspace = _workspace(cover[0], q)
         gradients = _backward(kernel, dout, q, k, v, out, lse, scale, causal, window)
         del workspace
         return gradients
-    dq, dk, dv = (x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in (q, k, v))
+    dq, dk, dv = (q, k, v) if in_place else map(_empty_heads_inside, (q, k, v))
     sums: list[Tensor] = []
     for part in largest(cover, _heads_of, of=q):
         workspace = _workspace(part, q)
@@ -152,11 +159,12 @@ def backward(
         if part.heads.start % group == 0:
             sums = [x.float() for x in others] if _heads_of(part) < group else others
         else:
-            for total, other in zip(sums, others, strict=True):
-                total.add_(other)
+            sums = [total.add_(others.pop(0)) for total in sums]
         if part.heads.stop % group == 0:
             part.keys(dk).copy_(sums[0])
             part.keys(dv).copy_(sums[1])
+            sums = []
+        del dq_part, others  # or they would live through the next part's call
     return dq, dk, dv
 
 

@@ -152,9 +152,9 @@ class Costs:
 
     def of(self, form: str, variant: str) -> FormCost:
         """The cost of a form's graph: `forward`, `recompute` or `backward`."""
-        key = form, variant
+        key = form, steps.phase_of(variant)  # in place or not takes as long
         if key not in self._forms:
-            module = getattr(self.program.forms[form], variant)
+            module = getattr(self.program.forms[form], key[1])
             assert module is not None, f"{form} has no {variant}"
             self._forms[key] = self._cost(module.graph)
         return self._forms[key]

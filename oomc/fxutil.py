@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -16,6 +17,24 @@ def is_mutating(node: fx.Node) -> bool:
     return (
         node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
     )
+
+
+def memory_of(node: Any) -> fx.Node | None:
+    """The node whose memory a node's value may lie in: itself, or what it is a view of."""
+    while isinstance(node, fx.Node):
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            if not _is_view(node.args[0]):
+                return node
+        elif not _is_view(node):
+            return node
+        node = node.args[0]
+    return None
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a result may lie in the memory of the first argument, as the operator's schema says."""
+    op = node.target
+    return isinstance(op, torch._ops.OpOverload) and any(r.alias_info is not None for r in op._schema.returns)
 
 
 def fake_mode_of(graph: fx.Graph) -> private.FakeTensorMode:

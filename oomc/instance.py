@@ -22,6 +22,7 @@ from oomc.passes.assemble import Assemble
 from oomc.passes.choose_residency import OFFLOAD_FROM
 from oomc.passes.insert_chunks import InsertChunks
 from oomc.passes.insert_recompute import InsertRecompute
+from oomc.passes.overwrite_values import OverwriteValues
 from oomc.plan import Plan, Residency, Updates
 from oomc.program import Program
 from oomc.quick import Array, Instance, rates_of
@@ -49,7 +50,8 @@ class Value:
 
     Attributes:
         block: that makes it.
-        kind: `saved` (may not be made again), `bound` (for other blocks), `fence` or `rest`.
+        kind: `saved` (of the last block), `bound` (for other blocks), `fence`, `rest`, or `beside` (may not be made
+            again, as the choice of experts or attention's lse, and is on the host when fences are).
         leaves: its bytes, if it may wait on the host, else 0.
     """
 
@@ -86,8 +88,12 @@ class Source:
         found = []
         for node, inside in kept_values(program):
             note = meta.note(node)
-            kind = "saved" if ":saved." in note.source or note.block == last else "rest" if inside else "bound"
-            if kind == "rest" and is_fence_result(program, node):
+            kind = "rest" if inside else "bound"
+            if note.block == last:
+                kind = "saved"
+            elif ":saved." in note.source:
+                kind = "beside"
+            elif kind == "rest" and is_fence_result(program, node):
                 kind = "fence"
             size = value_bytes(program, node, sizes)
             leaves = kind != "saved" and size >= OFFLOAD_FROM and not why_not(program, node)
@@ -107,7 +113,8 @@ def residency(values: list[Value], level: tuple[int, ...], away: tuple[bool, ...
     for value in values:
         own = level[value.block]
         where: Residency = {"saved": "keep", "bound": "offload" if away[value.block] else "keep",
-                            "fence": _FENCE[own], "rest": _REST[own]}[value.kind]  # fmt: skip
+                            "fence": _FENCE[own], "rest": _REST[own],
+                            "beside": "offload" if _FENCE[own] == "offload" else "keep"}[value.kind]  # fmt: skip
         result[value.name] = "keep" if where == "offload" and not value.leaves else where
     return result
 
@@ -212,7 +219,7 @@ class _Extraction:
             new.meta = dict(old.meta)
         # only read, never run: it needs no module
         program = replace(self.program, step=cast(Any, SimpleNamespace(graph=graph)), plan=plan)
-        program = InsertRecompute()(InsertChunks()(program).program).program
+        program = OverwriteValues()(InsertRecompute()(InsertChunks()(program).program).program).program
         return _look(program, self.source.profiler, self.source.costs)
 
     def instance(self, movable: frozenset[str]) -> Instance:
@@ -227,7 +234,7 @@ class _Extraction:
             if value.kind in ("fence", "rest"):
                 more[value.block, int(value.kind == "rest")] = True
             if value.kind != "saved":
-                {"fence": fence, "rest": rest, "bound": bound}[value.kind][value.block] += value.leaves
+                {"fence": fence, "beside": fence, "rest": rest, "bound": bound}[value.kind][value.block] += value.leaves
         gone = [0 * fence, 0 * fence, fence, 0 * fence, fence, fence + rest]
         made = np.stack([w.made for w in walks], 1)
         allowed = np.ones((count, levels), np.bool_)

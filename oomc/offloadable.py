@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from oomc import meta, ops, private, steps
+from oomc.fxutil import memory_of
 from oomc.program import Program
 from oomc.simulate import Profiler, nbytes
 
@@ -29,11 +30,18 @@ def why_not(program: Program, node: fx.Node) -> str:
         return "the step returns it"
     if any(user.target is steps.count for user in node.users):
         return "its own copy, the count of valid labels, is on its way to the host"
+    return why_not_own(program, node)
+
+
+def why_not_own(program: Program, node: fx.Node) -> str:
+    """Why a result of a run does not fill memory of its own; empty if it does."""
+    run, index = node.args
+    assert isinstance(run, fx.Node) and isinstance(index, int)
     results = results_of(program, run)
-    own = _memory_of(results[node.args[1]])  # type: ignore[index]
+    own = memory_of(results[index])
     if own is None or own.op != "call_function":
         return "it lies in the memory of one of its workset's arguments"
-    if sum(_memory_of(other) is own for other in results) > 1:
+    if sum(memory_of(other) is own for other in results) > 1:
         return "it shares its memory with another result of its workset"
     if not is_dense(meta.value(node)):
         return "its elements do not lie side by side"
@@ -62,10 +70,9 @@ def is_fence_result(program: Program, node: fx.Node) -> bool:
 
 
 def results_of(program: Program, run: fx.Node) -> list[Any]:
-    """What the form's graph of a forward run puts out."""
-    forward = program.forms[str(run.args[1])].forward
-    assert forward is not None
-    (output,) = forward.graph.find_nodes(op="output")
+    """What the graph of a run's form puts out."""
+    graph: fx.GraphModule = getattr(program.forms[str(run.args[1])], str(run.args[2]))
+    (output,) = graph.graph.find_nodes(op="output")
     return list(output.args[0])
 
 
@@ -87,21 +94,3 @@ def is_dense(val: torch.Tensor) -> bool:
         left.remove(found)
         expected = expected * found[0]
     return True
-
-
-def _memory_of(node: Any) -> fx.Node | None:
-    """The node whose memory a node's value lies in."""
-    while isinstance(node, fx.Node):
-        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-            if not _is_view(node.args[0]):
-                return node
-        elif not _is_view(node):
-            return node
-        node = node.args[0]
-    return None
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether a result may lie in the memory of the first argument, as the operator's schema says."""
-    op = node.target
-    return isinstance(op, torch._ops.OpOverload) and any(r.alias_info is not None for r in op._schema.returns)

@@ -49,6 +49,7 @@ def define(
     fake: Callable[..., Any],
     *,
     traceable: bool,
+    mutates: tuple[str, ...] = (),
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> OpOverload:
@@ -56,15 +57,17 @@ def define(
 
     Args:
         name: name without namespace.
-        schema: the schema after the name, as in "(Tensor x, int k) -> Tensor". Nothing may be mutated, and no output
-            may share memory with an input or another output.
+        schema: the schema after the name, as in "(Tensor x, int k) -> Tensor". No output may share memory with an
+            input or another output.
         body: computes the outputs, on every device.
         fake: returns empty outputs of the same shapes, dtypes, devices and strides as `body`.
         traceable: see `Body`.
+        mutates: names of the arguments that are written to, which the schema marks too. Only graphs that are made from
+            functional ones at the end hold such an operator (in_place.py).
         setup_context: called as `setup_context(ctx=, inputs=, output=)`, as torch.library wants it.
         backward: `backward(ctx, *grads)`, one gradient (or None) for each argument of the schema.
     """
-    op = torch.library.custom_op(f"{NAMESPACE}::{name}", body, mutates_args=(), schema=schema)
+    op = torch.library.custom_op(f"{NAMESPACE}::{name}", body, mutates_args=mutates, schema=schema)
     op.register_fake(fake)
     if backward is not None:
         op.register_autograd(backward, setup_context=setup_context)

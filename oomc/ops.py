@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from oomc.attention import attention, attention_backward
+from oomc.attention import attention, attention_backward, attention_backward_in_place
 from oomc.delta_rule import gated_delta_rule, gated_delta_rule_backward
 from oomc.dropout import dropout
 from oomc.experts import (
@@ -31,6 +31,7 @@ __all__ = [
     "Body",
     "attention",
     "attention_backward",
+    "attention_backward_in_place",
     "combine",
     "combine_backward",
     "dispatch",
@@ -47,7 +48,7 @@ __all__ = [
 ]
 
 MIXERS: frozenset[OpOverload] = frozenset({attention, gated_delta_rule})
-FENCES: frozenset[OpOverload] = MIXERS | {attention_backward, gated_delta_rule_backward}
+FENCES: frozenset[OpOverload] = MIXERS | {attention_backward, attention_backward_in_place, gated_delta_rule_backward}
 """Operators that mix the tokens of a sequence. Batch rows stay independent."""
 
 

@@ -22,6 +22,7 @@ from oomc.passes.insert_recompute import InsertRecompute
 from oomc.passes.insert_updates import InsertUpdates
 from oomc.passes.insert_value_offload import InsertValueOffload
 from oomc.passes.lower import Lower
+from oomc.passes.overwrite_values import OverwriteValues
 from oomc.passes.partition_worksets import PartitionWorksets
 from oomc.passes.rewrite_attention import RewriteAttention
 from oomc.passes.rewrite_experts import RewriteExperts
@@ -51,8 +52,8 @@ WHOLE_BLOCKS: tuple[Pass, ...] = (PartitionWorksets(whole=True), *MODEL_PASSES[4
 def step_passes(choose: ChooseResidency) -> tuple[Pass, ...]:
     """From the bare step graph to the scheduled one: once for a plan."""
     return (
-        choose, InsertChunks(), InsertRecompute(), InsertValueOffload(), InsertOffload(), InsertPrefetch(),
-        InsertUpdates(), Schedule(),
+        choose, InsertChunks(), InsertRecompute(), InsertValueOffload(), OverwriteValues(),
+        InsertOffload(), InsertPrefetch(), InsertUpdates(), Schedule(),
     )  # fmt: skip
 
 

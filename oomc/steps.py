@@ -24,6 +24,15 @@ FUNCTIONS = {
 OF_FLOATS = ("ToFloat", "TrueDiv")
 """What tells that the number is a float; a size that is halved exactly is printed with `/` and is none."""
 
+IN_PLACE = "backward_in_place"
+VARIANTS = ("forward", "recompute", "backward", IN_PLACE)
+"""What a run computes: the graphs of a form, by the names of their attributes."""
+
+
+def phase_of(variant: Any) -> str:
+    """The phase of a step that a variant is run in."""
+    return "backward" if variant == IN_PLACE else str(variant)
+
 
 def size(x: torch.Tensor, dim: int) -> int:
     """A size of an input."""
@@ -87,7 +96,7 @@ def release(rt: Any, copy: Any) -> None:
 
 
 def run(rt: Any, form: str, variant: str, *args: Any) -> tuple[Any, ...]:
-    """Compute a form's graph (`forward`, `recompute` or `backward`)."""
+    """Compute a form's graph, one of VARIANTS."""
     return rt.run(form, variant, args)
 
 

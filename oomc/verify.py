@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from oomc import meta, ops, private
+from oomc import in_place, meta, ops, private, steps
 from oomc.dim_rules import analyse
 from oomc.dims import Analysis, can_be_cut
 from oomc.extract import describe, structure_key
@@ -27,7 +27,6 @@ from oomc.worksets import Form, Workset
 
 ASSERTS = ("_assert", "assert_async", "sym_constrain_range")
 CASTS = frozenset({"to", "type_as", "alias", "lift_fresh_copy"})
-VARIANTS = ("forward", "recompute", "backward")
 
 
 def verify_program(
@@ -304,6 +303,11 @@ def verify_form(form: Form, faults: Faults) -> None:
         takes = [pools[kind][i] for kind, i in form.backward_takes]
         takes += [_contiguous(outputs[i]) for i in form.tangents]
         expected["backward"] = (takes, [inputs[i] for i in form.gradients])
+        if form.backward_in_place is not None:
+            expected[steps.IN_PLACE] = expected["backward"]
+            made, overwritten = in_place.backward_of(form)
+            if made is None or (str(made.graph), overwritten) != (str(form.backward_in_place.graph), form.overwritten):
+                faults.add("it is not the backward with attention in place", None, form.backward_in_place.graph, title)
     for variant, (args, results) in expected.items():
         _verify_variant(form, variant, args, results, faults, f"{title}, {variant}")
 
@@ -321,7 +325,7 @@ def _verify_variant(
     takes, gives = _values(graph, outputs=False), _values(graph, outputs=True)
     if [_contiguous(t) for t in takes] != [_contiguous(a) for a in args]:
         faults.add(f"it takes {takes}, not {args}", None, graph, title)
-    given = [(g, r) for g, r in zip(gives, results, strict=False) if variant != "backward" or g != "None"]
+    given = [(g, r) for g, r in zip(gives, results, strict=False) if "backward" not in variant or g != "None"]
     if len(gives) != len(results) or any(_contiguous(g) != _contiguous(r) for g, r in given):
         faults.add(f"it gives {gives}, not {results}", None, graph, title)
     for node in graph.nodes:
@@ -329,7 +333,7 @@ def _verify_variant(
             continue
         if variant != "forward" and node.target in ops.NEVER_RECOMPUTE:
             faults.add("its result must be saved by the forward: it is never recomputed", node, graph, title)
-        if is_mutating(node):
+        if is_mutating(node) and variant != steps.IN_PLACE:
             faults.add("it writes to one of its inputs", node, graph, title)
         if is_random(node):
             faults.add("it draws random numbers", node, graph, title)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from oomc import meta, private, steps
+from oomc import in_place, meta, private, steps
 from oomc.faults import Faults
 from oomc.program import Program
 from oomc.simulate import Projection
@@ -24,8 +24,8 @@ from oomc.verify_values import verify_values
 from oomc.worksets import Workset
 
 STAGES = (
-    "assemble", "choose_residency", "insert_chunks", "insert_recompute", "insert_value_offload", "insert_offload",
-    "insert_prefetch", "insert_updates", "schedule", "lower",
+    "assemble", "choose_residency", "insert_chunks", "insert_recompute", "insert_value_offload", "overwrite_values",
+    "insert_offload", "insert_prefetch", "insert_updates", "schedule", "lower",
 )  # fmt: skip
 Identity = tuple[Any, ...]
 Contribution = tuple[str, int]
@@ -42,6 +42,16 @@ def verify_step(program: Program, after: str, faults: Faults) -> None:
         _Data(program, reached, faults).verify()
         verify_moves(program, reached, faults)
         verify_values(program, reached, faults)
+        verify_overwritten(program, faults)
+
+
+def verify_overwritten(program: Program, faults: Faults) -> None:
+    """What a backward in place writes over is memory of its own that nothing reads afterwards."""
+    for node in program.graph.nodes:
+        if node.target in steps.COMPUTE and node.args[2] == steps.IN_PLACE:
+            reason = in_place.why_not(program, node)
+            if reason:
+                faults.add(reason, node)
 
 
 def verify_projection(program: Program, projection: Projection, allowed: int, faults: Faults) -> None:
@@ -94,7 +104,7 @@ def verify_words(program: Program, reached: frozenset[str], faults: Faults) -> N
 
 def _verify_form_words(program: Program, node: fx.Node, bound: dict[str, Any], faults: Faults) -> None:
     form = program.forms.get(bound["form"])
-    if form is None or bound["variant"] not in ("forward", "recompute", "backward"):
+    if form is None or bound["variant"] not in steps.VARIANTS:
         faults.add(f"there is no form {bound['form']!r} with variant {bound['variant']!r}", node)
         return
     if bool(form.chunk) != (node.target is steps.run_chunks):
@@ -146,7 +156,7 @@ class _Data:
         for node in self.program.graph.nodes:
             self.identities[node] = self._identify(node)
             if node.target in steps.COMPUTE:
-                runs[meta.note(node).workset, str(node.args[2])] += 1
+                runs[meta.note(node).workset, steps.phase_of(node.args[2])] += 1
                 self._verify_run(node)
             elif node.target in (steps.offload, steps.gradients):
                 self._verify_gradients(node)
@@ -228,7 +238,7 @@ class _Data:
 
     def _identify_result(self, node: fx.Node, variant: str, workset: Workset, index: int) -> Identity:
         form = self.program.forms[workset.form]
-        if variant == "backward":
+        if steps.phase_of(variant) == "backward":
             if index < len(form.gradients):
                 self.sums[node] = Counter({(workset.name, index): 1})
                 return ("gradient", workset.name, index)
@@ -270,7 +280,7 @@ class _Data:
         chunked = node.target is steps.run_chunks
         args = node.args[4 if chunked else 3 :]
         workset = self.worksets.get(note.workset)
-        if workset is None or workset.form != node.args[1] or note.phase != variant:
+        if workset is None or workset.form != node.args[1] or note.phase != steps.phase_of(variant):
             self.faults.add(f"it says that it is {note.workset} in its {note.phase}, and is not", node)
             return
         if chunked and "insert_chunks" in self.reached:
@@ -280,7 +290,7 @@ class _Data:
         form = self.program.forms[workset.form]
         sources = [self._of_input(s, workset) for s in workset.inputs]
         saved = [("saved value", i, "of", workset.name) for i in range(form.saved)]
-        if variant == "backward":
+        if steps.phase_of(variant) == "backward":
             outputs = [("value", n.name) for n in workset.outputs]
             pools: dict[str, list[Any]] = {"input": sources, "output": outputs, "saved": saved}
             wanted = [pools[kind][i] for kind, i in form.backward_takes]

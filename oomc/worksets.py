@@ -54,12 +54,13 @@ class FormInput:
 class Form:
     """What structurally equal worksets share: graphs that compute them.
 
-    All graphs are functional ATen and `oomc` ops below autograd. With I inputs, O outputs, K saved values:
+    All graphs but one are functional ATen and `oomc` ops below autograd. With I inputs, O outputs, K saved values:
 
         forward:   I -> O outputs, then K saved
         recompute: I, K -> O outputs (what may not be computed twice is taken from the K saved)
         backward:  those of I, O and K that it needs (`backward_takes`), tangents of the differentiable outputs
                    -> one gradient for each input that requires one, or None
+        backward_in_place: as backward, with some gradients in the memory of its arguments (`overwritten`), if it can
 
     Attributes:
         key: short deterministic name, from the hash of the graph's text.
@@ -68,6 +69,7 @@ class Form:
         reduced: of a form in tiles, which outputs are sums over all of them (the others are written in place).
         output_layouts, saved_layouts: of a form in tiles, as for its inputs.
         saved: how many values the forward hands to the backward besides inputs and outputs.
+        overwritten: of the backward in place, pairs of an argument and of the result that is in its memory.
         tangents: indices of the outputs that a gradient flows into.
         gradients: indices of the inputs that get one.
     """
@@ -82,8 +84,10 @@ class Form:
     forward: fx.GraphModule | None = None
     recompute: fx.GraphModule | None = None
     backward: fx.GraphModule | None = None
+    backward_in_place: fx.GraphModule | None = None
     saved: int = 0
     backward_takes: tuple[tuple[Literal["input", "output", "saved"], int], ...] = ()
+    overwritten: tuple[tuple[int, int], ...] = ()
     tangents: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
     differentiable: tuple[bool, ...] = ()

@@ -15,6 +15,8 @@ After:
 
     forward    (%w, %x)     : aten.t, aten.mm, aten.relu       -> (%y)
     backward   (%w, %x, %dy): aten.mm, aten.relu, ..., aten.mm -> (%dw, %dx)
+
+The backward of attention has a second form, whose gradients are written into its arguments (in_place.py).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from oomc import meta, ops, private
+from oomc import in_place, meta, ops, private
 from oomc.dims import TokenSymbols
 from oomc.errors import CaptureError
 from oomc.fxutil import fake_mode_of, insert_call, rough_bytes
@@ -151,6 +153,7 @@ def _cut(
     new.backward_takes = tuple(available[n] for n in takes)
     new.tangents = tuple(i for i, d in enumerate(differentiable) if d)
     new.gradients = tuple(i for i, f in enumerate(flags) if f)
+    new.backward_in_place, new.overwritten = in_place.backward_of(new)
     return new
 
 

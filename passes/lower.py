@@ -1,7 +1,7 @@
 """lower: unique forms become callables, and the step graph one readable Python module.
 
 With `backend="eager"` a form's graph runs op by op, with exactly the memory that the plan projects; with
-`backend="inductor"` it is compiled by torch.compile, once for all batch shapes.
+`backend="inductor"` it is compiled by torch.compile, once for all batch shapes, but for backwards in place.
 
 Before, forms as graphs:
 
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from oomc import steps
 from oomc.errors import UnsupportedError
 from oomc.program import PassResult, Program
 
@@ -42,7 +43,9 @@ class Lower:
                 n.target.__name__ in ("run", "run_chunks")}  # fmt: skip
         new = sorted(key for key in used if key not in program.compiled)
         for form, variant in new:
-            program.compiled[form, variant] = self._compile(getattr(program.forms[form], variant))
+            graph = getattr(program.forms[form], variant)
+            # what writes into its arguments stays as it is: around attention there are only views, nothing to fuse
+            program.compiled[form, variant] = graph if variant == steps.IN_PLACE else self._compile(graph)
         program.step.recompile()
         return PassResult(program, bool(new))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from oomc.steps import calc
+from oomc.steps import IN_PLACE, calc, phase_of
 
 if TYPE_CHECKING:
     from oomc.dims import Layout
@@ -110,6 +110,10 @@ class Total:
         self.value: torch.Tensor | None = None
         self.dtype = torch.float32
 
+    def start(self, memory: torch.Tensor) -> None:
+        """Put the result together in this tensor, each tile's part in its place; it may be there already."""
+        self.value, self.dtype = memory, memory.dtype
+
     def add(self, part: torch.Tensor, tile: Tile) -> None:
         """Take in one tile's part."""
         tokens = {a for a in atoms_of(self.layout) if isinstance(a, str)}
@@ -131,7 +135,7 @@ class Total:
         if again:
             target.add_(part)
         else:
-            target.copy_(part)
+            target.copy_(part)  # nothing is copied onto itself
 
     def _empty(self, part: torch.Tensor, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the whole result, laid out as the part is."""
@@ -205,7 +209,7 @@ def arguments_of(form: Form, variant: str) -> list[_Argument]:
 
 def totals_of(form: Form, variant: str) -> list[Total]:
     """What the results of a variant of a form are put together in."""
-    if variant == "backward":
+    if phase_of(variant) == "backward":
         return [Total(form.inputs[i].layout, adds=True) for i in form.gradients]
     totals = [Total(layout, adds=reduced) for layout, reduced in zip(form.output_layouts, form.reduced, strict=True)]
     return totals + [Total(layout, adds=False) for layout in form.saved_layouts if variant == "forward"]
@@ -231,6 +235,9 @@ def run_chunks(
     if most is not None:
         cover = sorted(cover, key=lambda tile: math.prod(_sizes(tile)), reverse=True)[:most]
     totals = totals_of(form, variant)
+    if variant == IN_PLACE:
+        for argument, result in form.overwritten:
+            totals[result].start(args[argument])
     for tile in cover:
         part_args = [kind.part(arg, tile) for kind, arg in zip(kinds, args, strict=True)]
         parts = list(graph(*part_args))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from oomc import attention as module
 from oomc import attention_kernels as kernels
-from oomc.attention import attention, attention_backward
+from oomc.attention import attention, attention_backward, attention_backward_in_place
 from oomc.errors import UnsupportedError
 from oomc.opdef import BODIES
 
@@ -271,3 +271,87 @@ def test_calls_for_some_heads_give_what_one_call_gives(monkeypatch: pytest.Monke
         torch.testing.assert_close(found, one, atol=1e-6, rtol=1e-6)  # sums of heads are in fp32
     assert sum(calls) == 3 * 8
     assert max(calls) <= max(1, bytes_a_call // (4 * 9 * 8))
+
+
+IN_PLACE: dict[str, dict[str, Any]] = {**OPTIONS, "MQA": {"heads": (6, 1)}, "MHA": {"heads": (4, 4)}}
+
+
+def _assert_in_place_is_equal(arguments: tuple[Any, ...], dout: Tensor) -> None:
+    """The operator in place gives the bits of the other, in the memory and the strides of q, k and v."""
+    q, k, v, *rest = (a.detach() if isinstance(a, Tensor) else a for a in arguments)
+    out, lse = attention(q, k, v, *rest)
+    sinks, segments, *options = rest
+    kept = [x.clone() for x in (dout, out, lse)]
+    *wanted, dsinks = attention_backward(dout, q, k, v, out, lse, sinks, segments, *options)
+    lies = [(x.data_ptr(), x.stride()) for x in (q, k, v)]
+    found = attention_backward_in_place(dout, q, k, v, out, lse, sinks, segments, *options)
+    assert torch.equal(found, dsinks)
+    assert lies == [(x.data_ptr(), x.stride()) for x in (q, k, v)]
+    for got, want in zip((q, k, v), wanted, strict=True):
+        assert torch.equal(got, want)
+    assert all(map(torch.equal, (dout, out, lse), kept)), "it has written to what it only reads"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("small_tiles", [False, True])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_in_place_gives_the_same_bits(
+    name: str, small_tiles: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if small_tiles:
+        monkeypatch.setitem(module._SCORE_BYTES, "cpu", 4 * 3 * 45 * 7)
+        monkeypatch.setattr(module, "_MIN_ROWS", 4)
+    option = IN_PLACE[name]
+    inputs = _inputs(dtype, heads=option.get("heads", (6, 2)))
+    dout = torch.randn(3, 45, inputs[0].shape[1], 8).to(dtype).transpose(1, 2)
+    _assert_in_place_is_equal(_arguments(inputs, option), dout)
+
+
+def test_in_place_of_contiguous_heads() -> None:
+    inputs = [x.detach().contiguous() for x in _inputs(torch.float32)]
+    _assert_in_place_is_equal(_arguments(inputs, {}), torch.randn(3, 6, 45, 8))
+
+
+def test_in_place_refuses_shared_memory() -> None:
+    q, k, _, _ = (x.detach() for x in _inputs(torch.float32, sizes=(8, 8)))
+    out, lse = attention(q, k, k, None, None, 0.3, True, None, 0.0)
+    with pytest.raises(AssertionError, match="shares its memory"):
+        BODIES[attention_backward_in_place](out, q, k, k, out, lse, None, None, 0.3, True, None, 0.0)
+    with pytest.raises(AssertionError, match="shares its memory"):
+        BODIES[attention_backward_in_place](q, q, k, k.clone(), out, lse, None, None, 0.3, True, None, 0.0)
+
+
+@pytest.mark.parametrize("bytes_a_call", [1, 4 * 9 * 8 * 2, 4 * 9 * 8 * 4, 4 * 9 * 8 * 12, 1 << 30])
+def test_calls_for_some_heads_in_place(monkeypatch: pytest.MonkeyPatch, bytes_a_call: int) -> None:
+    """As above, of the loop around a library's kernel: what a part overwrites is read by no part after it."""
+
+    def backward(
+        kernel: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+    ) -> Any:
+        return attention_backward(dout, q, k, v, out, lse, None, None, *options, 0.0)[:3]
+
+    monkeypatch.setattr(kernels, "_backward", backward)
+    monkeypatch.setattr(kernels, "WORKSPACE_BYTES", bytes_a_call)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, 9, h, 8, dtype=torch.bfloat16).transpose(1, 2) for h in (8, 2, 2))
+    dout = torch.randn(3, 8, 9, 8, dtype=torch.bfloat16)
+    out, lse = attention(q, k, v, None, None, 0.3, True, None, 0.0)
+    wanted = kernels.backward("flash", dout, q, k, v, out, lse, 0.3, True, None)
+    found = kernels.backward("flash", dout, q, k, v, out, lse, 0.3, True, None, in_place=True)
+    for got, want, memory in zip(found, wanted, (q, k, v), strict=True):
+        assert got is memory and torch.equal(got, want)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("bytes_a_call", [4 * 333 * 64 * 2, 512 << 20])
+@pytest.mark.parametrize("name", CUDA_CASES)
+def test_cuda_in_place(monkeypatch: pytest.MonkeyPatch, name: str, bytes_a_call: int) -> None:
+    option, sizes, _ = CUDA_CASES[name]
+    monkeypatch.setattr(kernels, "WORKSPACE_BYTES", bytes_a_call)
+    torch.use_deterministic_algorithms(True)
+    try:
+        inputs = _inputs(torch.bfloat16, 333, "cuda", (8, 2), sizes)
+        dout = torch.randn(3, 333, 8, sizes[1], device="cuda").bfloat16().transpose(1, 2)
+        _assert_in_place_is_equal(_arguments(inputs, option), dout)
+    finally:
+        torch.use_deterministic_algorithms(False)
