@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import oomc
+from oomc import limits
 from oomc.models import tiny
+from oomc.runtime.memory import HostMemory
 from tests.cases_models import ROWS, Drop, Loop, Residual, Stack
 from tests.helpers import (
     ADAMW,
@@ -344,6 +346,37 @@ def test_case_27_no_square_of_the_sequence_in_the_plan() -> None:
     padded["labels"] = padded["labels"].masked_fill(padded["attention_mask"] == 0, -100)
     other = compiled(copy.deepcopy(eager), padded)
     assert_same_gradients(other, eager, [padded])
+
+
+def test_case_29_a_budget_that_cannot_work_fails_before_anything_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither slabs nor anything of the model's weights; and the budget that is named works."""
+
+    def refused(what: str, **budgets: int | None) -> oomc.BudgetError:
+        model = tiny.build("qwen3_moe")
+        places = {name: p.data_ptr() for name, p in model.named_parameters()}
+        with pytest.raises(oomc.BudgetError, match=f"does not fit the {what} budget") as caught:
+            compiled(model, tokens(2, 24), like=("qwen3_moe", torch.float32), **budgets)  # type: ignore[arg-type]
+        assert {name: p.data_ptr() for name, p in model.named_parameters()} == places, "a parameter has moved"
+        assert "needed" in str(caught.value)
+        assert "allowed" in str(caught.value)
+        return caught.value
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostMemory, "__init__", lambda *_, **__: pytest.fail("memory was taken"))
+        device = refused("device", device=64 << 10).smallest_device
+        host = refused("host", host=64 << 10).smallest_host
+        # a container's limit is one, without any budget
+        (tmp_path / "memory.max").write_text("65536")
+        patch.setattr(limits.host_memory, "__defaults__", (tmp_path, tmp_path / "none"))
+        assert limits.host_memory() == 65536
+        assert (refused("host", device=device).smallest_host or 0) > 65536
+    named: list[dict[str, Any]] = [{"device": device}, {"host": host}]
+    for budgets in named:
+        step = compiled(tiny.build("qwen3_moe"), tokens(2, 24), like=("qwen3_moe", torch.float32), **budgets)
+        step(**tokens(2, 24))
+        step.close()
 
 
 def test_case_35_the_loss_never_holds_all_logits() -> None:
