@@ -115,7 +115,8 @@ class Estimate:
         }
         title = f"{self.model} on {self.machine.name}"
         data = {"text": str(self), "title": title, "plan": self.plan.describe(), "figures": self.as_dict()}
-        return Report(str(self), data | figures(program, projection, Rates(self.machine, self.timeline), tiers))
+        return Report(str(self), data | figures(program, projection, Rates(self.machine, self.timeline), tiers,
+                                                    why=self.why))  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON: bytes and seconds."""

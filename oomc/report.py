@@ -164,7 +164,7 @@ class Report:
             "device": _device_tier(program, projection, metrics, options),
             "host": _host_tier(host, program, options),
         }
-        return Report(text, data | figures(program, projection, rates, tiers, recording))
+        return Report(text, data | figures(program, projection, rates, tiers, recording, why))
 
 
 def _json(data: dict[str, Any]) -> str:

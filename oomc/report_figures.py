@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from oomc import meta, steps
+from oomc.explain import Explanation
 from oomc.machine import Machine
 from oomc.offloadable import value_bytes
 from oomc.printer import print_step
@@ -73,8 +74,9 @@ class Tier:
 
 
 def figures(
-    program: Program, projection: Projection, rates: Rates, tiers: dict[str, Tier], recording: Recording | None = None
-) -> dict[str, Any]:
+    program: Program, projection: Projection, rates: Rates, tiers: dict[str, Tier], recording: Recording | None = None,
+    why: Explanation | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """All that the files need.
 
     Args:
@@ -83,6 +85,7 @@ def figures(
         rates: the machine and the simulated step.
         tiers: what lives in `device` and in `host`.
         recording: a step that was measured.
+        why: the plan is as it is, where the planner made it.
     """
     names = _Names(program)
     line, machine = rates.line, rates.machine
@@ -102,7 +105,12 @@ def figures(
         rows = [names.row(*event) for event in recording.events]
         found["measured"] = {
             "step_s": recording.step_s, "busy": _busy(rows), "exposed": names.waits(rows), "columns": list(COLUMNS),
-            "events": rows,
+            "events": rows, "memory": [list(each) for each in recording.memory],
+        }  # fmt: skip
+    if why is not None:
+        found["why"] = {
+            "blocks": [list(each) for each in why.blocks], "left": why.left, "reason": why.reason,
+            "device_gib_saves_s": why.device_gib, "host_gib_saves_s": why.host_gib,
         }  # fmt: skip
     return found
 

@@ -15,7 +15,7 @@ from oomc.plan import format_bytes
 from oomc.report_figures import KINDS, LANES
 from oomc.report_page import PAGE, SCRIPT, STYLE
 from oomc.report_svg import lanes, memory, seconds, span_of
-from oomc.report_trace import curve
+from oomc.report_trace import curve, measured_curve
 
 
 def page(data: dict[str, Any]) -> str:
@@ -51,7 +51,7 @@ def _sections(data: dict[str, Any]) -> list[str]:
         _section("Memory", "".join(_memory(data, tier, span) for tier in ("device", "host"))),
         _section("What limits the step", _limits(data)),
         _section("Where every byte lives", "".join(_tier(data, tier) for tier in ("device", "host"))),
-        _section("Decisions", _decisions(data)),
+        _section("Decisions", _decisions(data) + _why(data)),
     ]
 
 
@@ -103,10 +103,15 @@ def _memory(data: dict[str, Any], tier: str, span: float) -> str:
     names = ", ".join(f'<i class="line {name}"></i>{name} {format_bytes(nbytes)}' for name, nbytes in lines)
     at = f"; the peak is at {escape(data['memory']['at'])}" if tier == "device" else ""
     what = "bytes during each node" if tier == "device" else "constant parts, and values that wait there"
-    return (
+    drawn = (
         f"<h3>{tier}: {what}</h3><p class=keys>{names}{at}</p>"
         f"{memory(curve(data, tier), span, tier, lines, f'{tier} memory')}"
     )
+    points = measured_curve(data) if tier == "device" else []
+    if points:
+        own = span_of(data["measured"]["events"], least=data["measured"]["step_s"])
+        drawn += f"<h3>{tier}: measured during each node</h3>{memory(points, own, tier, lines, 'measured memory')}"
+    return drawn
 
 
 def _limits(data: dict[str, Any]) -> str:
@@ -170,6 +175,19 @@ def _decisions(data: dict[str, Any]) -> str:
         "on the host",
     )
     return table(header, rows, (1, 4))
+
+
+def _why(data: dict[str, Any]) -> str:
+    """Each block's decision with what another one would cost, and what more memory would buy."""
+    why = data.get("why")
+    if why is None:
+        return ""
+    more = (
+        f"one more GiB of device memory would save {seconds(why['device_gib_saves_s'])} a step, of host memory "
+        f"{seconds(why['host_gib_saves_s'])}"
+    )
+    rows = [(escape(block), escape(text)) for block, text in why["blocks"]]
+    return f"<h3>why</h3><p>{more}</p><p>{escape(why['reason'])}</p>{table(('block', 'because'), rows)}"
 
 
 def _names(names: Sequence[str]) -> str:

@@ -78,6 +78,19 @@ def _counter(pid: int, data: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def measured_curve(data: dict[str, Any]) -> list[tuple[float, int]]:
+    """Measured bytes of the device over the recorded step; empty where they were not counted."""
+    measured = data.get("measured") or {"events": [], "memory": []}
+    times = {name: start for lane, _, name, _, start, _, _ in measured["events"] if lane == "compute"}
+    base, found = data["tiers"]["device"]["constant"], []
+    for name, nbytes in measured["memory"]:
+        if name in times:
+            found.append((times[name], base + nbytes))
+    if found:
+        found.append((max(found[-1][0], measured["step_s"]), found[-1][1]))
+    return found
+
+
 def curve(data: dict[str, Any], tier: str) -> list[tuple[float, int]]:
     """Projected bytes of a tier over time: what holds from each moment on."""
     memory, line = data["memory"], data["timeline"]

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -357,7 +358,8 @@ class Step:
             self._meter.reset_peak()
         tokens, steps = program.plan.sizes[0] * program.plan.sizes[1], runtime.steps
         self._broken = True  # until it is through, wherever an interrupt comes
-        recorder = Recorder(program) if self._recording else None
+        peaks: list[int] = []
+        recorder = Recorder(program, partial(self._held, peaks)) if self._recording else None
         retries, started = _allocation_retries(device), time.perf_counter()
         with torch.no_grad(), meter, recorder or nullcontext():
             try:
@@ -367,7 +369,7 @@ class Step:
                 loss = (recorder or program.step)(runtime, *inputs)
                 counts = runtime.end_step()
                 last = {"tokens": tokens, "step_s": time.perf_counter() - begun, "counts": counts,
-                        "device_peak": self._device_peak()}  # fmt: skip
+                        "device_peak": max([self._device_peak(), *peaks])}  # fmt: skip
                 loss.backward = _already_done
                 self._loss, self._last = loss, last
                 if accumulate:
@@ -474,6 +476,16 @@ class Step:
             for name, (start, stop) in slab.layout.gradient_ranges.items()
             if name in slab.kept.names
         }
+
+    def _held(self, peaks: list[int]) -> int:
+        """Most bytes of the step's own tensors since the last call; the whole peak until now is added to `peaks`."""
+        peaks.append(self._device_peak())
+        if self._meter is not None:
+            self._meter.reset_peak()
+            return peaks[-1]
+        most = torch.cuda.max_memory_allocated(self._options.device)
+        torch.cuda.reset_peak_memory_stats(self._options.device)
+        return most
 
     def _device_peak(self) -> int:
         if self._meter is not None:

@@ -59,22 +59,35 @@ class Recorded(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """One step as it ran: its seconds until the compute was done, and its events by start."""
+    """One step as it ran.
+
+    Attributes:
+        step_s: seconds until the compute was done.
+        events: by start.
+        memory: most bytes that were held on the device during each word of the compute lane, by its node's name.
+    """
 
     step_s: float
     events: tuple[Recorded, ...]
+    memory: tuple[tuple[str, int], ...] = ()
 
 
 class Recorder:
     """Runs one step of a program and records it.
 
+    Args:
+        program: with a scheduled step graph.
+        peak: most device bytes that were held since it was called last; None where nobody counts them.
+
     Attributes:
         recording: what came out, after the `with`.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, peak: Callable[[], int] | None = None) -> None:
         assert program.step is not None
         self.program = program
+        self._peak = peak
+        self._memory: list[tuple[str, int]] = []
         self.recording: Recording | None = None
         self._weights = {slab.name: slab.layout.weight_bytes for slab in program.slabs}
         self._blocks = {name: i for i, block in reversed(list(enumerate(program.blocks))) for name in block.slabs}
@@ -137,7 +150,10 @@ class Recorder:
                 if node.target not in SHOWN:
                     return method(*args, **kwargs)
                 with self._timed("compute", node.name, meta.note(node).block):
-                    return method(*args, **kwargs)
+                    result = method(*args, **kwargs)
+                if self._peak is not None:  # memory is taken in the order in which work is issued, also on CUDA
+                    self._memory.append((node.name, self._peak()))
+                return result
             finally:
                 self._now = None
 
@@ -217,7 +233,7 @@ class Recorder:
             Recorded(lane, name, block, clock.seconds(start), clock.seconds(end), nbytes)
             for lane, name, block, start, end, nbytes in self._raw
         ]
-        self.recording = Recording(step_s, tuple(merged(events, GAP * step_s)))
+        self.recording = Recording(step_s, tuple(merged(events, GAP * step_s)), tuple(self._memory))
         self._raw.clear()
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from oomc import steps
-from oomc.runtime.record import GAP, METHODS, Recorded, merged
+from oomc.report_trace import measured_curve
+from oomc.runtime.record import GAP, METHODS, SHOWN, Recorded, merged
 from oomc.step import Step
 from tests.helpers import masters, tiny_step, tokens
 from tests.reports import TIGHT, recorded
@@ -35,6 +36,23 @@ def test_every_computation_and_copy_is_recorded_once_and_in_order() -> None:
     assert step._recorded is not None and all(e.start <= e.end for e in found)
     last = max(e.end for e in found if e.lane == "compute")
     assert 0 < last <= step._recorded[1].step_s
+
+
+def test_memory_is_recorded_during_each_word_and_stays_below_its_projection() -> None:
+    step, _ = recorded()
+    assert step._recorded is not None and step._current is not None
+    memory, projection = step._recorded[1].memory, step._current.projection
+    shown = [node.name for node in step.graph.graph.nodes if node.target in SHOWN]
+    assert [name for name, _ in memory] == shown
+    assert all(0 < nbytes <= projection.peak for _, nbytes in memory)
+    computed = {node.name for node in step.graph.graph.nodes if node.target in steps.COMPUTE}
+    assert all(nbytes <= projection.during[name] for name, nbytes in memory if name in computed)
+    assert max(nbytes for _, nbytes in memory) >= 0.9 * step.metrics["device_peak"]
+    assert step.metrics["device_peak"] <= step.projected
+    data = step.report().data
+    assert data["measured"]["memory"] == [list(each) for each in memory]
+    assert len(measured_curve(data)) == len(memory) + 1
+    assert {row[0] for row in data["why"]["blocks"]} == {block["block"] for block in data["decisions"]}
 
 
 def test_values_that_wait_on_the_host_are_recorded_with_their_bytes() -> None:

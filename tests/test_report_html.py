@@ -90,6 +90,10 @@ def test_every_block_has_its_decisions(html: str) -> None:
     assert sorted(values) == sorted(plan.residency)
     assert {row["block"] for row in data["decisions"] if row["state"] == "device"} == set(plan.resident)
     assert "decisions" in reader.text.lower()
+    assert "one more GiB of device memory" in reader.text
+    for block, text in data["why"]["blocks"]:
+        assert block in reader.text and text in reader.text
+    assert "measured during each node" in reader.text
 
 
 def test_texts_are_escaped() -> None:
