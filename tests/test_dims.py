@@ -110,7 +110,7 @@ def routed(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 def delta_rule(x: Tensor) -> Tensor:
     """One head; g and beta are features."""
-    return ops.gated_delta_rule(*[x.unsqueeze(2)] * 3, -x[..., :1].exp(), x[..., 1:2], 4, True)[0]
+    return ops.gated_delta_rule(*[x.unsqueeze(2)] * 3, -x[..., :1].exp(), x[..., 1:2], None, 4, True)[0]
 
 
 def torch_attention(x: Tensor) -> Tensor:
