@@ -24,6 +24,7 @@ from oomc.passes.insert_value_offload import InsertValueOffload
 from oomc.passes.lower import Lower
 from oomc.passes.partition_worksets import PartitionWorksets
 from oomc.passes.rewrite_attention import RewriteAttention
+from oomc.passes.rewrite_convolutions import RewriteConvolutions
 from oomc.passes.rewrite_experts import RewriteExperts
 from oomc.passes.schedule import Schedule
 from oomc.plan import Budget, Plan, Updates, bytes_table, format_bytes
@@ -36,6 +37,7 @@ Observer = Callable[[str, Program], None]
 MODEL_PASSES: tuple[Pass, ...] = (
     Canonicalize(),
     RewriteAttention(),
+    RewriteConvolutions(),
     RewriteExperts(),
     PartitionWorksets(),
     Differentiate(),
@@ -44,7 +46,7 @@ MODEL_PASSES: tuple[Pass, ...] = (
 """From the forward graph to the bare step graph: once for a model."""
 
 
-WHOLE_BLOCKS: tuple[Pass, ...] = (PartitionWorksets(whole=True), *MODEL_PASSES[4:])
+WHOLE_BLOCKS: tuple[Pass, ...] = (PartitionWorksets(whole=True), *MODEL_PASSES[5:])
 """From a program that is cut into worksets to the same one with blocks that run whole, in chunks of batch rows."""
 
 

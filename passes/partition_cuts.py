@@ -4,6 +4,10 @@ Nodes come in levels: even ones hold what keeps tokens apart, odd ones what mixe
 without a rule). A node's level is the least that its inputs allow. Then, between every two even levels, nodes move to
 the later one so that the bytes that cross are least: a minimum cut, the latest where there are several, so that what is
 large stays inside of one workset (the logits with their loss, say). What is in the order of experts moves as one.
+
+What needs positions in order only, with a small state (convolutions that look back, the gated delta rule), lies in even
+levels: such a workset's chunks run in order. Where that workset cannot be in chunks of tokens after all, it lies in odd
+levels, as what mixes positions.
 """
 
 from __future__ import annotations
@@ -51,7 +55,15 @@ def cut(nodes: list[fx.Node], analysis: Analysis, parameters: set[fx.Node], whol
 
     With `whole`, a block that can run in chunks of rows, or of tokens, is one workset.
     """
-    cutter = _Cut(nodes, analysis, parameters)
+    parts = _parts(_Cut(nodes, analysis, parameters), whole)
+    if all(part.chunk == "tokens" or not any(analysis.flows[n].ordered for n in part.nodes) for part in parts):
+        return parts
+    left = {n for part in parts for n in part.nodes}
+    nodes = [n for n in nodes[0].graph.nodes if n in left]
+    return _parts(_Cut(nodes, analysis, parameters, in_order=False), whole)
+
+
+def _parts(cutter: _Cut, whole: bool) -> list[Part]:
     if whole and (one := cutter.one()).chunk:
         return [one]
     return cutter.parts()
@@ -62,6 +74,7 @@ class _Cut:
     nodes: list[fx.Node]
     analysis: Analysis
     parameters: set[fx.Node]
+    in_order: bool = True
     level: dict[fx.Node, int] = field(default_factory=dict)
     group: dict[fx.Node, str] = field(default_factory=dict)
     fenced: set[str] = field(default_factory=set)
@@ -89,7 +102,12 @@ class _Cut:
     # -- what is known of nodes ---------------------------------------------------------------------------------------
 
     def _mixes(self, node: fx.Node) -> bool:
-        return self.group.get(node) in self.fenced or bool(self.analysis.flows[node].mixes)
+        return self.group.get(node) in self.fenced or bool(self._mixed(node))
+
+    def _mixed(self, node: fx.Node) -> frozenset[Token]:
+        """The tokens that a node mixes; its positions too if it has them in order and chunks do not come so."""
+        flow = self.analysis.flows[node]
+        return flow.mixes if self.in_order or not flow.ordered else flow.mixes | {"S"}
 
     def _carries(self, node: fx.Node) -> bool:
         """Whether there are tokens in what a node gives."""
@@ -121,7 +139,7 @@ class _Cut:
         for route, members in owned.items():
             whole = all(u in members for n in members if self._slots(n) for u in n.users)
             several = any(len(self._around(n)) > 1 for n in members)
-            if not whole or several or any(self.analysis.flows[n].mixes for n in members):
+            if not whole or several or any(self._mixed(n) for n in members):
                 self.fenced.add(route)
 
     # -- levels -------------------------------------------------------------------------------------------------------
@@ -227,7 +245,7 @@ class _Cut:
         leaving = [n for n in nodes if any(u not in inside and not meta.is_size(u) for u in n.users)]
         crossing = [n for n in (*entering, *leaving) if n not in self.parameters]
         tokens = self.analysis.symbols.tokens
-        mixed = {t for n in nodes for t in (tokens if self.group.get(n) in self.fenced else flows[n].mixes)}
+        mixed = {t for n in nodes for t in (tokens if self.group.get(n) in self.fenced else self._mixed(n))}
         fences = tuple(dict.fromkeys(self._fence(n) for n in nodes if self._mixes(n) and not self._is_part(n)))
         along: list[Token] = [t for t in TOKENS if t in tokens - mixed]
         for some in (along, along[:1]):
@@ -253,4 +271,6 @@ class _Cut:
         flow = self.analysis.flows[node]
         if not flow.known:
             return f"{name}: no rule says what it does to tokens"
-        return f"{name}: mixes {' and '.join({'B': 'batch rows', 'S': 'positions'}[t] for t in sorted(flow.mixes))}"
+        return (
+            f"{name}: mixes {' and '.join({'B': 'batch rows', 'S': 'positions'}[t] for t in sorted(self._mixed(node)))}"
+        )
