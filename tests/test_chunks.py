@@ -70,13 +70,13 @@ def test_models_with_an_auxiliary_loss(name: str, sizes: tuple[int, int], chunk:
 
 
 @pytest.mark.usefixtures("unbudgeted")
-@pytest.mark.parametrize(("name", "chunk"), [("qwen3_moe", 40), ("gpt_oss", 9)])
-def test_models_in_bf16(name: str, chunk: int) -> None:
+@pytest.mark.parametrize(("name", "chunk", "rounds"), [("qwen3_moe", 40, 4), ("gpt_oss", 9, 4), ("qwen3_next", 7, 8)])
+def test_models_in_bf16(name: str, chunk: int, rounds: int) -> None:
     model = tiny.build(name, dtype=torch.bfloat16)
     eager = copy.deepcopy(model)
     step = compiled(model, tokens(2, 16), like=("chunks", name, "bf16"), chunk_tokens=chunk)
     step._meter = Blind()
-    assert_rounds_as_eager(step, eager, rounds=4)
+    assert_rounds_as_eager(step, eager, rounds)
     step.close()
 
 
