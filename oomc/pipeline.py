@@ -27,6 +27,7 @@ from oomc.passes.rewrite_attention import RewriteAttention
 from oomc.passes.rewrite_convolutions import RewriteConvolutions
 from oomc.passes.rewrite_experts import RewriteExperts
 from oomc.passes.schedule import Schedule
+from oomc.passes.split_projections import SplitProjections
 from oomc.plan import Budget, Plan, Updates, bytes_table, format_bytes
 from oomc.program import Pass, Program
 from oomc.simulate import Profiler, Projection, project
@@ -39,6 +40,7 @@ MODEL_PASSES: tuple[Pass, ...] = (
     RewriteAttention(),
     RewriteConvolutions(),
     RewriteExperts(),
+    SplitProjections(),
     PartitionWorksets(),
     Differentiate(),
     Assemble(),
@@ -46,7 +48,7 @@ MODEL_PASSES: tuple[Pass, ...] = (
 """From the forward graph to the bare step graph: once for a model."""
 
 
-WHOLE_BLOCKS: tuple[Pass, ...] = (PartitionWorksets(whole=True), *MODEL_PASSES[5:])
+WHOLE_BLOCKS: tuple[Pass, ...] = (PartitionWorksets(whole=True), *MODEL_PASSES[6:])
 """From a program that is cut into worksets to the same one with blocks that run whole, in chunks of batch rows."""
 
 

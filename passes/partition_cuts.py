@@ -4,6 +4,7 @@ Nodes come in levels: even ones hold what keeps tokens apart, odd ones what mixe
 without a rule). A node's level is the least that its inputs allow. Then, between every two even levels, nodes move to
 the later one so that the bytes that cross are least: a minimum cut, the latest where there are several, so that what is
 large stays inside of one workset (the logits with their loss, say). What is in the order of experts moves as one.
+What costs next to nothing to compute from the block's own inputs (a norm) does not cross: each level has a copy.
 
 What needs positions in order only, with a small state (convolutions that look back, the gated delta rule), lies in even
 levels: such a workset's chunks run in order. Where that workset cannot be in chunks of tokens after all, it lies in odd
@@ -22,13 +23,17 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from torch import fx
 
 from oomc import meta, ops
-from oomc.dims import TOKENS, Analysis, Token, can_be_cut, slots_of, tokens_of
+from oomc.dims import TOKENS, Analysis, Token, can_be_cut, is_pointwise, slots_of, tokens_of
 from oomc.fxutil import is_mutating, rough_bytes
 from oomc.match import op_name
 from oomc.worksets import Chunk
 
 VIEWS = frozenset({"view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "expand", "flatten", "unflatten",
                    "t", "mT", "detach", "alias", "_unsafe_view", "select", "slice"})  # fmt: skip
+CHEAP = (
+    frozenset({"mean", "sum", "amax", "rms_norm", "layer_norm", "to", "_to_copy", "clone", "contiguous", "cat"}) | VIEWS
+)
+"""Operations that pass once over memory, beside those that are pointwise."""
 MOST = 2**18
 """The capacity of the largest value; there are fewer than 2**12 values in a block."""
 ALWAYS = 2**30
@@ -78,6 +83,7 @@ class _Cut:
     level: dict[fx.Node, int] = field(default_factory=dict)
     group: dict[fx.Node, str] = field(default_factory=dict)
     fenced: set[str] = field(default_factory=set)
+    cheap: set[fx.Node] = field(default_factory=set)
 
     def one(self) -> Part:
         """All nodes in one; a sum over all rows that is used again here cannot be in chunks."""
@@ -90,10 +96,11 @@ class _Cut:
 
     def parts(self) -> list[Part]:
         self._find_groups()
+        self._find_cheap()
         self._assign()
         if not any(is_mutating(n) for n in self.nodes):
             self._sink()
-            self._own_views()
+            self._own_copies()
         levels: dict[int, list[fx.Node]] = defaultdict(list)
         for node in self.nodes:
             levels[self.level[node]].append(node)
@@ -142,6 +149,15 @@ class _Cut:
             if not whole or several or any(self._mixed(n) for n in members):
                 self.fenced.add(route)
 
+    def _find_cheap(self) -> None:
+        """Nodes that may be computed again in every level that uses them."""
+        inside = set(self.nodes)
+        for node in self.nodes:
+            plain = op_name(node) in CHEAP or is_pointwise(node)
+            if plain and not is_mutating(node) and not self.analysis.flows[node].sums and not self._mixes(node):
+                if node not in self.group and all(n in self.cheap for n in node.all_input_nodes if n in inside):
+                    self.cheap.add(node)
+
     # -- levels -------------------------------------------------------------------------------------------------------
 
     def _assign(self) -> None:
@@ -187,7 +203,7 @@ class _Cut:
         if it stays, and its value, which costs its bytes if the node stays and a user does not.
         """
         index = {n: i for i, n in enumerate(nodes)}
-        costs = {n: rough_bytes(meta.value(n)) for n in nodes}
+        costs = {n: 0 if n in self.cheap else rough_bytes(meta.value(n)) for n in nodes}
         largest = max([MOST, *costs.values()])  # so that capacities fit 32 bits
         source, sink = 2 * len(nodes), 2 * len(nodes) + 1
         edges: dict[tuple[int, int], int] = {}
@@ -216,13 +232,17 @@ class _Cut:
         stays = set(breadth_first_order(left > 0, source, return_predecessors=False).tolist())
         return [n for n, i in index.items() if i not in stays]
 
-    def _own_views(self) -> None:
-        """Give each level that uses a view a copy of its own: what is viewed crosses, and no memory counts twice."""
+    def _own_copies(self) -> None:
+        """Give each level that uses a view a copy of its own: what is viewed crosses, and no memory counts twice.
+
+        And each that may run in chunks and uses what is cheap.
+        """
         result: list[fx.Node] = []
         for node in reversed(self.nodes):
             levels = {self.level[u] for u in node.users if u in self.level}
-            if op_name(node) in VIEWS and node not in self.group and not self.analysis.flows[node].mixes:
-                for level in sorted(levels - {self.level[node]}):
+            is_view = op_name(node) in VIEWS and node not in self.group and not self.analysis.flows[node].mixes
+            if is_view or node in self.cheap:
+                for level in sorted(each for each in levels - {self.level[node]} if is_view or each % 2 == 0):
                     with node.graph.inserting_after(node):
                         twin = node.graph.node_copy(node)
                     for user in [u for u in node.users if self.level.get(u) == level]:

@@ -98,7 +98,8 @@ def rest_of(walk: Alive, projection: Projection) -> int:
 
 @cache
 def traced(name: str, layers: tuple[str, ...] | None = None) -> tuple[Program, Profiler]:
-    model = tiny.build(name, **({} if layers is None else {"layer_types": list(layers)}))
+    changes: dict[str, Any] = {} if layers is None else {"layer_types": list(layers)}
+    model = tiny.build(name, **changes)
     bare = pipeline.run_passes(capture(model, Batch.bind(model, (), tokens(2, 24))), pipeline.MODEL_PASSES)
     return bare, Profiler(bare)
 

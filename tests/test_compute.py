@@ -285,9 +285,9 @@ def running_backward(b: int, s: int, *args: Tensor) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("chunk", [*CHUNKS, (2, 1)])
 def test_states_go_from_chunk_to_chunk_and_their_gradients_back(chunk: tuple[int, int]) -> None:
-    given = [B, S, values(B, S, 4), values(4)]
+    given: list[Any] = [B, S, values(B, S, 4), values(4)]
     y, states = run_chunks(running_form(), "forward", running, chunk, given)
-    want, last = running(*given, torch.zeros(B, 4))
+    want, last = running(B, S, given[2], given[3], torch.zeros(B, 4))
     assert y is not None and states is not None
     torch.testing.assert_close(y, want)
     starts = range(0, S, chunk[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def form_of(program: Program, name: str) -> Form:
 
 def assert_same(program: Program, own: nn.Module, sizes: tuple[int, int], chunk: int) -> Program:
     """A step in chunks has eager's loss and gradients."""
-    batch = programs.batch(sizes)
+    batch: dict[str, Any] = dict(programs.batch(sizes))
     reference = Reference(own)
     loss = reference.accumulate(**batch)
     choose = ChooseResidency(sizes, candidate=Candidate(chunk, 0, 0))

@@ -139,6 +139,23 @@ def test_positions_in_order_are_a_fence_where_chunks_of_tokens_cannot_be() -> No
     assert cuts.fences() == ["oomc.gated_delta_rule: mixes positions"]
 
 
+def test_what_costs_next_to_nothing_is_computed_again_after_attention() -> None:
+    """The norm is one of the block's input, which is there anyway; what is a product crosses."""
+
+    def parallel(x: Tensor, w: Tensor, wide: Tensor) -> Tensor:
+        h = F.layer_norm(x, (D,)).relu()
+        gate = (h @ w).sigmoid()
+        a = attention(h @ w, h @ w.t(), gate)
+        return x + a * gate + ((a + h) @ wide).relu() @ wide.t()
+
+    cuts = Cuts(parallel)
+    assert_sound(cuts)
+    assert [part.chunk for part in cuts.parts] == ["tokens", "rows", "tokens"]
+    assert [op_name(n) for part in cuts.parts for n in part.nodes].count("layer_norm") == 2
+    crossing = {op_name(n) for n in cuts.crossing()}
+    assert "relu" not in crossing and "layer_norm" not in crossing and "sigmoid" in crossing
+
+
 def test_parallel_branches_share_their_levels() -> None:
     """Two attentions that do not need each other run in one part, and what prepares them in another one."""
 
