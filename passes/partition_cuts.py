@@ -30,9 +30,19 @@ from oomc.worksets import Chunk
 
 VIEWS = frozenset({"view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "expand", "flatten", "unflatten",
                    "t", "mT", "detach", "alias", "_unsafe_view", "select", "slice"})  # fmt: skip
-CHEAP = (
-    frozenset({"mean", "sum", "amax", "rms_norm", "layer_norm", "to", "_to_copy", "clone", "contiguous", "cat"}) | VIEWS
-)
+CHEAP = VIEWS | {
+    "mean",
+    "sum",
+    "amax",
+    "rms_norm",
+    "layer_norm",
+    "to",
+    "type_as",
+    "_to_copy",
+    "clone",
+    "contiguous",
+    "cat",
+}
 """Operations that pass once over memory, beside those that are pointwise."""
 MOST = 2**18
 """The capacity of the largest value; there are fewer than 2**12 values in a block."""
