@@ -217,7 +217,7 @@ def _delta_rule(call: _Call) -> Callable[..., tuple[Tensor, None]]:
             )
         if initial_state is not None or output_final_state:
             raise UnsupportedError("linear attention with a cache is not part of a training step; pass use_cache=False")
-        out, _ = gated_delta_rule(query, key, value, g, beta, chunk_size, use_qk_l2norm_in_kernel)
+        out, *_ = gated_delta_rule(query, key, value, g, beta, None, chunk_size, use_qk_l2norm_in_kernel)
         return out, None
 
     return rule

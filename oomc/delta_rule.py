@@ -1,6 +1,6 @@
 """`oomc::gated_delta_rule`: linear attention with a decaying state (Qwen3-Next), and its backward.
 
-For each head, with a state S [Dk, Dv] that starts at zero, position t does
+For each head, with a state S [Dk, Dv] that starts at zero or as it is given, position t does
 
     S = exp(g_t) S
     S = S + k_t (beta_t (v_t - S^T k_t))^T
@@ -13,9 +13,10 @@ Within a chunk, with G the running sum of g and D[i, j] = exp(G_i - G_j) for j <
     P = q k^T * D                     N = U - W S
     out = (q exp(G)) S + P N          S' = exp(G_last) S + (k exp(G_last - G))^T N
 
-The forward keeps the state before each chunk and after the last. The backward goes over the chunks from last to first,
-computes each again and applies the derivative of the equations above. Beside inputs, outputs and states, memory is that
-of one chunk.
+The forward keeps the state before each chunk and after the last, which is a result of its own: a sequence may be run in
+parts, each with the state that the part before it left. The backward goes over the chunks from last to first, computes
+each again and applies the derivative of the equations above; it takes the gradient of the last state and gives that of
+the first. Beside inputs, outputs and states, memory is that of one chunk.
 """
 
 from __future__ import annotations
@@ -93,21 +94,30 @@ def _rows_in(item: tuple[int, tuple[int, int]]) -> int:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int, l2norm: bool
-) -> tuple[Tensor, Tensor]:
-    """Body of `oomc::gated_delta_rule`: out [B, S, Hv, Dv] in q's dtype, states [chunks + 1, B, Hv, Dk, Dv]."""
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, chunk: int, l2norm: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Body of `oomc::gated_delta_rule`: of q and k [B, S, Hk, Dk], v [B, S, Hv, Dv], g and beta [B, S, Hv].
+
+    `state` [B, Hv, Dk, Dv], in the wide dtype, is the one before the first position (None: zero).
+
+    Returns:
+        out [B, S, Hv, Dv] in q's dtype; states [chunks + 1, B, Hv, Dk, Dv], without a gradient; the last of them.
+    """
     out = v.new_empty(v.shape, dtype=q.dtype)
     bounds = _bounds(v.shape[1], chunk)
     dtype = wide(q.dtype)
     states = q.new_empty((len(bounds) + 1, v.shape[0], v.shape[2], k.shape[3], v.shape[3]), dtype=dtype)
-    states[0].zero_()
+    if state is None:
+        states[0].zero_()
+    else:
+        states[0].copy_(state)
     for i, (start, end) in largest(enumerate(bounds), _rows_in, of=q):
-        state = states[i]
+        before = states[i]
         c, _, _ = _chunk(q, k, v, g, beta, start, end, l2norm)
-        new = c.u - c.w @ state
-        out[:, start:end].copy_(((c.q * c.up) @ state + c.p @ new).transpose(1, 2))
-        states[i + 1].copy_(state * c.up[..., -1:, :] + (c.k * c.down).mT @ new)
-    return out, states
+        new = c.u - c.w @ before
+        out[:, start:end].copy_(((c.q * c.up) @ before + c.p @ new).transpose(1, 2))
+        states[i + 1].copy_(before * c.up[..., -1:, :] + (c.k * c.down).mT @ new)
+    return out, states, states[-1].clone()
 
 
 def _norm_gradient(dy: Tensor, x: Tensor) -> Tensor:
@@ -126,11 +136,24 @@ def _store(into: Tensor, grad: Tensor, start: int, end: int) -> None:
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, chunk: int, l2norm: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Body of `oomc::gated_delta_rule_backward`: gradients in the shapes and dtypes of q, k, v, g and beta."""
-    grads = dq, dk, dv, dg, dbeta = _backward_fake(dout, q, k, v, g, beta)
-    dstate = torch.zeros_like(states[0])
+    dout: Tensor,
+    dlast_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    chunk: int,
+    l2norm: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Body of `oomc::gated_delta_rule_backward`; `dlast_state` is the last state's gradient (None: zero).
+
+    Returns:
+        Gradients in the shapes and dtypes of q, k, v, g and beta, and of the first state.
+    """  # fmt: skip
+    dq, dk, dv, dg, dbeta = (x.new_empty(x.shape) for x in (q, k, v, g, beta))
+    dstate = torch.zeros_like(states[0]) if dlast_state is None else dlast_state.clone()
     bounds = _bounds(v.shape[1], chunk)
     for i, (start, end) in reversed(largest(enumerate(bounds), _rows_in, of=q)):
         state = states[i]
@@ -164,48 +187,55 @@ def _backward(
         _store(dv, c.beta * dy_u, start, end)
         _store(dg, dtotal.flip(-1).cumsum(-1).flip(-1), start, end)
         _store(dbeta, (dy_u * c.v).sum(-1) + (dk_beta * c.k).sum(-1), start, end)
-    return grads
+    return dq, dk, dv, dg, dbeta, dstate
 
 
 def _forward_fake(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int, l2norm: bool
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, chunk: int, l2norm: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    one = (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
     # One more than there are chunks: never 1, on which a symbolic size would be specialised.
-    shape = ((v.shape[1] + chunk - 1) // chunk + 1, v.shape[0], v.shape[2], k.shape[3], v.shape[3])
-    return v.new_empty(v.shape, dtype=q.dtype), q.new_empty(shape, dtype=wide(q.dtype))
+    states = q.new_empty(((v.shape[1] + chunk - 1) // chunk + 1, *one), dtype=wide(q.dtype))
+    return v.new_empty(v.shape, dtype=q.dtype), states, states.new_empty(one)
 
 
 def _backward_fake(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dout: Tensor, dlast_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv, dg, dbeta = (x.new_empty(x.shape) for x in (q, k, v, g, beta))
-    return dq, dk, dv, dg, dbeta
+    return dq, dk, dv, dg, dbeta, states.new_empty(states.shape[1:])
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.chunk, ctx.l2norm = inputs
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, state, ctx.chunk, ctx.l2norm = inputs
+    ctx.given = state is not None
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, output[1])
 
 
-def _gradient(ctx: Any, dout: Tensor | None, dstates: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dout is None:
-        return (None,) * 7
-    return *gated_delta_rule_backward(dout, *ctx.saved_tensors, ctx.chunk, ctx.l2norm), None, None
+def _gradient(ctx: Any, dout: Tensor | None, dstates: Tensor | None, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dout is None and dlast is None:
+        return (None,) * 8
+    q, _, v, *_ = ctx.saved_tensors
+    dout = v.new_zeros(v.shape, dtype=q.dtype) if dout is None else dout
+    *grads, dstate = gated_delta_rule_backward(dout, dlast, *ctx.saved_tensors, ctx.chunk, ctx.l2norm)
+    return *grads, dstate if ctx.given else None, None, None
 
 
 gated_delta_rule_backward = define(
     "gated_delta_rule_backward",
-    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor states, int chunk, bool l2norm)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor dout, Tensor? dlast_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor states, int chunk,"
+    " bool l2norm) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
     traceable=True,
 )
 gated_delta_rule = define(
     "gated_delta_rule",
-    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, int chunk, bool l2norm) -> (Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? state, int chunk, bool l2norm)"
+    " -> (Tensor, Tensor, Tensor)",
     _forward,
     _forward_fake,
     traceable=True,

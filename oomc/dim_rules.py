@@ -30,6 +30,7 @@ from oomc.dims import (
     tokens_of,
 )
 from oomc.match import argument, op_name
+from oomc.ops import CARRIES
 from oomc.private import expression
 
 SUM_REDUCTION = 2
@@ -440,13 +441,36 @@ def _index(node: fx.Node, a: Analysis) -> Flow:
 # --- attention and its like: rows of the batch stay apart ------------------------------------------------------------
 
 
-@rule("oomc.attention", "oomc.gated_delta_rule", "scaled_dot_product_attention")
+@rule("oomc.attention", "scaled_dot_product_attention")
 def _attention(node: fx.Node, a: Analysis) -> Flow:
     for source in (n for n in node.all_input_nodes if n in a.flows):
         layout = a.layout(source)
         if slots_of(layout) or ("B" in tokens_of(layout) and layout[0] != ("B",)):
             raise NoRule
     return Flow(a.by_size(node), a.symbols.tokens - {"B"})
+
+
+@rule("oomc.gated_delta_rule")
+def _gated_delta_rule(node: fx.Node, a: Analysis) -> Flow:
+    return _in_order(node, a, node.args[:5], 1)
+
+
+@rule("oomc.causal_conv1d")
+def _causal_conv1d(node: fx.Node, a: Analysis) -> Flow:
+    free_of_tokens(*(a.layout(n) for n in node.args[1:3] if isinstance(n, fx.Node)))
+    return _in_order(node, a, node.args[:1], 2)
+
+
+def _in_order(node: fx.Node, a: Analysis, sources: Sequence[Any], place: int) -> Flow:
+    """From [B, ...] with the positions in dimension `place` to the same; what it leaves has no positions."""
+    outs, (before, after) = a.by_size(node), CARRIES[node.target]  # type: ignore[index]
+    if node.args[before] is not None:
+        return _attention(node, a)
+    for layout in map(a.layout, sources):
+        others = [dim for i, dim in enumerate(layout) if i not in (0, place)]
+        if layout[0] not in ((), ("B",)) or layout[place] != ("S",) or any(tokens_of((dim,)) for dim in others):
+            return _attention(node, a)
+    return Flow(tuple(x if i in (0, after) else None for i, x in enumerate(outs)), ordered=True)
 
 
 # --- experts ---------------------------------------------------------------------------------------------------------

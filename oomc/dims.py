@@ -4,13 +4,14 @@ A dimension is a product of atoms: the batch "B", the sequence "S", plain ints, 
 or a size that mentions B and S in another way (Mixed). `[B * S, 4 * 16]` has the layout `(("B", "S"), (64,))`. Every
 operation has a rule (dim_rules.py) that says how the layouts of its inputs become those of its outputs, and which of B
 and S it mixes. What mixes none may be computed tile by tile: each tile of its outputs depends on the same tile of its
-inputs only. An operation without a rule mixes both: it is correct, and never computed in tiles.
+inputs only. What is in order needs beside it a small state, which the tile of the positions before it leaves
+(oomc.ops.CARRIES). An operation without a rule mixes both: it is correct, and never computed in tiles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import sympy
@@ -59,12 +60,14 @@ class Flow:
         layouts: of its tensors: one, or one for each entry of its tuple (None: no tensor).
         mixes: the tokens that it mixes.
         sums: its tensor is a sum over all tokens of what each token has of its own.
+        ordered: it mixes no tokens if tiles of positions come in order, each with the state that the last one left.
         known: whether there was a rule for it.
     """
 
     layouts: tuple[Layout | None, ...]
     mixes: frozenset[Token] = NONE
     sums: bool = False
+    ordered: bool = False
     known: bool = True
 
     @property
@@ -271,7 +274,7 @@ class Analysis:
             if isinstance(a, Mixed)
             for t in a.tokens
         }
-        return Flow(flow.layouts, flow.mixes | unclear, flow.sums)
+        return replace(flow, mixes=flow.mixes | unclear)
 
 
 SHAPES = {

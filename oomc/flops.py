@@ -195,7 +195,7 @@ def _attention(name: str, args: Sequence[Any], out: Any) -> list[Call]:
 def _delta_rule(name: str, args: Sequence[Any], out: Any) -> list[Call]:
     """The chunked form of oomc.delta_rule, product by product; C positions, heads of Dk and Dv, in fp32."""
     backward = name.endswith("backward")
-    k, v = args[2:4] if backward else args[1:3]
+    k, v = args[3:5] if backward else args[1:3]
     c = args[-2]
     dk, dv = _size(k, 3), _size(v, 3)
     chunks = sympy.ceiling(sympy.sympify(_size(v, 1)) / c)

@@ -26,6 +26,8 @@ def why_not(program: Program, node: fx.Node) -> str:
         return "it is no result of a forward workset"
     if meta.tensor(node) is None:
         return "it is no tensor"
+    if is_carried(program, node):
+        return "it holds the states before each chunk: as many as there are chunks"
     if any(user.op == "output" for user in node.users):
         return "the step returns it"
     if any(user.target is steps.count for user in node.users):
@@ -64,9 +66,18 @@ def is_fence_result(program: Program, node: fx.Node) -> bool:
     """Whether a result of a forward run is one of attention's, or of another operator that mixes tokens."""
     run, index = node.args
     assert isinstance(run, fx.Node) and isinstance(index, int)
+    if is_carried(program, node):
+        return False
     result = results_of(program, run)[index]
     source = result.args[0] if result.target is operator.getitem else result
     return isinstance(source, fx.Node) and source.target in ops.FENCES
+
+
+def is_carried(program: Program, node: fx.Node) -> bool:
+    """Whether a result of a forward run is the states that were carried from chunk to chunk."""
+    run, index = node.args
+    assert isinstance(run, fx.Node) and isinstance(index, int)
+    return index >= len(results_of(program, run)) - len(program.forms[str(run.args[1])].carries)
 
 
 def results_of(program: Program, run: fx.Node) -> list[Any]:

@@ -8,6 +8,7 @@ import torch
 from torch._ops import OpOverload
 
 from oomc.attention import attention, attention_backward, attention_backward_in_place
+from oomc.causal_conv import causal_conv1d, causal_conv1d_backward
 from oomc.delta_rule import gated_delta_rule, gated_delta_rule_backward
 from oomc.dropout import dropout
 from oomc.experts import (
@@ -25,6 +26,7 @@ from oomc.opdef import BODIES, NAMESPACE, Body
 
 __all__ = [
     "BODIES",
+    "CARRIES",
     "FENCES",
     "MIXERS",
     "NEVER_RECOMPUTE",
@@ -32,6 +34,8 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_backward_in_place",
+    "causal_conv1d",
+    "causal_conv1d_backward",
     "combine",
     "combine_backward",
     "dispatch",
@@ -47,9 +51,14 @@ __all__ = [
     "route",
 ]
 
-MIXERS: frozenset[OpOverload] = frozenset({attention, gated_delta_rule})
-FENCES: frozenset[OpOverload] = MIXERS | {attention_backward, attention_backward_in_place, gated_delta_rule_backward}
+MIXERS: frozenset[OpOverload] = frozenset({attention, causal_conv1d, gated_delta_rule})
+FENCES: frozenset[OpOverload] = MIXERS | {
+    attention_backward, attention_backward_in_place, causal_conv1d_backward, gated_delta_rule_backward,
+}  # fmt: skip
 """Operators that mix the tokens of a sequence. Batch rows stay independent."""
+CARRIES: dict[OpOverload, tuple[int, int]] = {causal_conv1d: (3, 1), gated_delta_rule: (5, 2)}
+"""Operators whose positions need no more of those before them than a small state: which argument is the state before
+the first position, and which result the one after the last. So they may run in parts of a sequence, in order."""
 
 
 def _overloads(*names: str) -> set[OpOverload]:

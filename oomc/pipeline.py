@@ -25,8 +25,10 @@ from oomc.passes.lower import Lower
 from oomc.passes.overwrite_values import OverwriteValues
 from oomc.passes.partition_worksets import PartitionWorksets
 from oomc.passes.rewrite_attention import RewriteAttention
+from oomc.passes.rewrite_convolutions import RewriteConvolutions
 from oomc.passes.rewrite_experts import RewriteExperts
 from oomc.passes.schedule import Schedule
+from oomc.passes.split_projections import SplitProjections
 from oomc.plan import Budget, Plan, Updates, bytes_table, format_bytes
 from oomc.program import Pass, Program
 from oomc.simulate import Profiler, Projection, project
@@ -37,7 +39,9 @@ Observer = Callable[[str, Program], None]
 MODEL_PASSES: tuple[Pass, ...] = (
     Canonicalize(),
     RewriteAttention(),
+    RewriteConvolutions(),
     RewriteExperts(),
+    SplitProjections(),
     PartitionWorksets(),
     Differentiate(),
     Assemble(),
@@ -45,7 +49,7 @@ MODEL_PASSES: tuple[Pass, ...] = (
 """From the forward graph to the bare step graph: once for a model."""
 
 
-WHOLE_BLOCKS: tuple[Pass, ...] = (PartitionWorksets(whole=True), *MODEL_PASSES[4:])
+WHOLE_BLOCKS: tuple[Pass, ...] = (PartitionWorksets(whole=True), *MODEL_PASSES[6:])
 """From a program that is cut into worksets to the same one with blocks that run whole, in chunks of batch rows."""
 
 

@@ -90,6 +90,7 @@ class Profiler:
         graph: fx.GraphModule = getattr(form, variant)
         mode = private.fake_mode(symbolic=False)
         placeholders = graph.graph.find_nodes(op="placeholder")
+        placeholders = placeholders[: len(placeholders) - len(form.carried(variant))]
         with mode:
             args = [
                 self.concrete(meta.value(n), sizes, spec)

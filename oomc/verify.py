@@ -289,8 +289,9 @@ def verify_form(form: Form, faults: Faults) -> None:
     inputs = _values(form.traced.graph, outputs=False)
     outputs = _values(form.traced.graph, outputs=True)
     saved = _values(form.forward.graph, outputs=True)[len(outputs) :]
+    states = saved[len(saved) - len(form.carries) :]
     expected: dict[str, tuple[list[str], list[str]]] = {
-        "forward": (inputs, [*outputs, *saved]), "recompute": ([*inputs, *saved], outputs),
+        "forward": ([*inputs, *states], [*outputs, *saved]), "recompute": ([*inputs, *saved], outputs),
     }  # fmt: skip
     if len(saved) != form.saved:
         faults.add(f"it hands out {len(saved)} saved values, not {form.saved}", None, form.forward.graph, title)
@@ -302,7 +303,8 @@ def verify_form(form: Form, faults: Faults) -> None:
             return
         takes = [pools[kind][i] for kind, i in form.backward_takes]
         takes += [_contiguous(outputs[i]) for i in form.tangents]
-        expected["backward"] = (takes, [inputs[i] for i in form.gradients])
+        back = [state for state, carry in zip(states, form.carries, strict=True) if carry.requires_grad]
+        expected["backward"] = ([*takes, *back], [*(inputs[i] for i in form.gradients), *back])
         if form.backward_in_place is not None:
             expected[steps.IN_PLACE] = expected["backward"]
             made, overwritten = in_place.backward_of(form)

@@ -110,7 +110,7 @@ def _verify_form_words(program: Program, node: fx.Node, bound: dict[str, Any], f
     if bool(form.chunk) != (node.target is steps.run_chunks):
         faults.add(f"{form.key} is {'' if form.chunk else 'not '}to run in chunks", node)
     graph = getattr(form, bound["variant"])
-    wanted = 0 if graph is None else len(graph.graph.find_nodes(op="placeholder"))
+    wanted = 0 if graph is None else len(graph.graph.find_nodes(op="placeholder")) - len(form.carried(bound["variant"]))
     if graph is None or len(bound.get("args", ())) != wanted:
         faults.add(f"{len(bound.get('args', ()))} arguments, but {form.key} {bound['variant']} takes {wanted}", node)
 

@@ -50,6 +50,21 @@ class FormInput:
     layout: Layout = ()
 
 
+@dataclass(frozen=True)
+class Carry:
+    """A state that a form hands from one chunk of positions to the next; the first chunk's is zero.
+
+    Attributes:
+        layout: of the state of a chunk of batch rows; it has no positions.
+        dtype: of it.
+        requires_grad: whether its gradient goes back from chunk to chunk.
+    """
+
+    layout: Layout
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+
 @dataclass
 class Form:
     """What structurally equal worksets share: graphs that compute them.
@@ -62,12 +77,19 @@ class Form:
                    -> one gradient for each input that requires one, or None
         backward_in_place: as backward, with some gradients in the memory of its arguments (`overwritten`), if it can
 
+    Where C states are carried from chunk to chunk (`carries`), the last C of the K saved values are the states before
+    each chunk, [chunks, ...]. A chunk's graphs take and give one chunk's, beside what is above:
+
+        forward:   C states before it -> C states after it
+        backward:  gradients of the states after it -> of those before it, of the carries that require one
+
     Attributes:
         key: short deterministic name, from the hash of the graph's text.
         traced: the workset as captured: inputs in order of first use.
         chunk: what it may run in tiles of, as a loop.
         reduced: of a form in tiles, which outputs are sums over all of them (the others are written in place).
         output_layouts, saved_layouts: of a form in tiles, as for its inputs.
+        carries: the states that are handed from chunk to chunk.
         saved: how many values the forward hands to the backward besides inputs and outputs.
         overwritten: of the backward in place, pairs of an argument and of the result that is in its memory.
         tangents: indices of the outputs that a gradient flows into.
@@ -85,12 +107,19 @@ class Form:
     recompute: fx.GraphModule | None = None
     backward: fx.GraphModule | None = None
     backward_in_place: fx.GraphModule | None = None
+    carries: tuple[Carry, ...] = ()
     saved: int = 0
     backward_takes: tuple[tuple[Literal["input", "output", "saved"], int], ...] = ()
     overwritten: tuple[tuple[int, int], ...] = ()
     tangents: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
     differentiable: tuple[bool, ...] = ()
+
+    def carried(self, variant: str) -> list[Carry]:
+        """What is handed on between chunks of a variant: its graph's last arguments and its last results."""
+        if variant == "recompute":
+            return []
+        return [c for c in self.carries if variant == "forward" or c.requires_grad]
 
 
 @dataclass

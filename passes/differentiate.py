@@ -3,7 +3,8 @@
 A form's joint graph (outputs and gradients from inputs and tangents) is traced once, with `torch.autograd.grad`
 inside, and cut by plain subgraph extraction. The backward recomputes what it needs from the form's inputs. What must
 not be computed twice (top-k, sort, a choice of experts) is saved by the first forward and handed to the recompute and
-the backward; results of fences (attention) are taken from the forward's outputs.
+the backward; results of fences (attention) are taken from the forward's outputs. States that pass from chunk to chunk
+are inputs and outputs of their own (oomc.carries), and so are their gradients.
 
 Before, a form as captured:
 
@@ -29,6 +30,7 @@ import torch
 from torch import fx
 
 from oomc import in_place, meta, ops, private
+from oomc.carries import open_carries
 from oomc.dims import TokenSymbols
 from oomc.errors import CaptureError
 from oomc.fxutil import fake_mode_of, insert_call, rough_bytes
@@ -74,34 +76,41 @@ class Differentiate:
 
 def differentiate(form: Form, flags: tuple[bool, ...], key: str, symbols: TokenSymbols) -> Form:
     """The form with its graphs, for inputs of which those flagged require a gradient."""
-    graph = form.traced.graph
+    opened, carries = open_carries(form, symbols)
+    graph = opened.graph
     args = [meta.value(n) for n in graph.find_nodes(op="placeholder")]
     mode = fake_mode_of(graph)
-    count = len(args)
+    count, without = len(args), (*flags, *[False] * len(carries))
 
-    def run(inputs: list[Any]) -> tuple[list[Any], list[Any]]:
+    def run(inputs: list[Any], flags: tuple[bool, ...]) -> tuple[list[Any], list[Any]]:
         with torch.enable_grad():
             leaves = [
                 x.detach().requires_grad_(flag) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
                 for x, flag in zip(inputs, flags, strict=True)
             ]
-            outputs = list(fx.Interpreter(form.traced).run(*leaves))
+            outputs = list(fx.Interpreter(opened).run(*leaves))
         return leaves, outputs
 
     def forward(*inputs: Any) -> list[Any]:
-        return [o.detach() for o in run(list(inputs))[1]]
+        return [o.detach() for o in run(list(inputs), without)[1]]
 
     def joint(*flat: Any) -> list[Any]:
-        leaves, outputs = run(list(flat[:count]))
+        leaves, outputs = run(list(flat[:count]), wanted)
         ends = [o for o, d in zip(outputs, differentiable, strict=True) if d]
-        starts = [x for x, flag in zip(leaves, flags, strict=True) if flag]
+        starts = [x for x, flag in zip(leaves, wanted, strict=True) if flag]
         with torch.enable_grad():
             gradients = torch.autograd.grad(ends, starts, list(flat[count:]), allow_unused=True)
         return [*(o.detach() for o in outputs), *gradients]
 
     with mode, private.enable_python_dispatcher():
-        outputs = run(args)[1]
+        outputs = run(args, without)[1]
         differentiable = [o.requires_grad for o in outputs]
+        # a state's gradient goes back through all chunks if anything in a chunk adds to it
+        carries = tuple(
+            replace(carry, requires_grad=o.requires_grad)
+            for carry, o in zip(carries, outputs[len(outputs) - len(carries) :], strict=True)
+        )
+        wanted = (*flags, *(carry.requires_grad for carry in carries))
         tangents = [
             torch.empty_like(o, memory_format=torch.contiguous_format, requires_grad=False)
             for o, d in zip(outputs, differentiable, strict=True)
@@ -111,18 +120,18 @@ def differentiate(form: Form, flags: tuple[bool, ...], key: str, symbols: TokenS
     simplify(traced.graph)
     if tangents:
         own_memory(traced.graph, len(differentiable), [i for i, f in zip(form.inputs, flags, strict=True) if f])
-    return _cut(form, traced, flags, tuple(differentiable), key, symbols)
+    own = len(outputs) - len(carries)
+    return _cut(replace(form, carries=carries), traced, flags, tuple(differentiable[:own]), key, symbols)
 
 
 def _cut(
     form: Form, traced: fx.GraphModule, flags: tuple[bool, ...], differentiable: tuple[bool, ...], key: str,
     symbols: TokenSymbols,
 ) -> Form:  # fmt: skip
-    placeholders = traced.graph.find_nodes(op="placeholder")
-    primals, tangents = placeholders[: len(flags)], placeholders[len(flags) :]
     (output,) = traced.graph.find_nodes(op="output")
-    results = list(output.args[0])
-    outputs, gradients = results[: len(differentiable)], results[len(differentiable) :]
+    count = len(form.carries)
+    primals, before, tangents = _split(traced.graph.find_nodes(op="placeholder"), len(flags), count)
+    outputs, after, gradients = _split(list(output.args[0]), len(differentiable), count)
 
     routed = {n.args[0] for n in traced.graph.nodes if n.target is ops.route and not _follows_a_choice(n.args[0])}
 
@@ -130,20 +139,20 @@ def _cut(
         return (is_never_recomputed(node) or node in routed) and isinstance(meta.value(node), torch.Tensor)
 
     given = {n for n in outputs if isinstance(n, fx.Node) and _is_fence_result(n)}
-    small = {n for n in traced.graph.nodes if _is_small_result(n)} - given
+    small = {n for n in traced.graph.nodes if _is_small_result(n) and not (count and _is_in_order(n))} - given
     saved = [n for n in traced.graph.nodes if (keep(n) or n in small) and n not in given]
     reached = closure([g for g in gradients if g is not None], {*saved, *given}) | closure(outputs, set(saved))
     saved = [n for n in saved if n in reached]
     inputs = tuple(replace(i, requires_grad=f) for i, f in zip(form.inputs, flags, strict=True))
-    new = replace(form, key=key, inputs=inputs, differentiable=differentiable, saved=len(saved))
-    new.forward = subgraph(traced, primals, [*outputs, *saved])
-    new.recompute = subgraph(traced, [*primals, *saved], outputs)
+    new = replace(form, key=key, inputs=inputs, differentiable=differentiable, saved=len(saved) + count)
+    new.forward = subgraph(traced, [*primals, *before], [*outputs, *saved, *after])
+    new.recompute = subgraph(traced, [*primals, *saved, *before], outputs)
     if form.chunk:
         new.saved_layouts = tuple(symbols.layout(meta.value(n)) or () for n in saved)
     if not tangents:
         return new
     available: dict[fx.Node, Source] = {n: ("input", i) for i, n in enumerate(primals)}
-    available |= {n: ("saved", i) for i, n in enumerate(saved)}
+    available |= {n: ("saved", i) for i, n in enumerate([*saved, *before])}
     available |= {n: ("output", i) for i, n in enumerate(outputs) if n in given}
     needed = closure([g for g in gradients if g is not None], set(available) | set(tangents))
     if form.chunk:  # tiles are cut by the whole sizes
@@ -155,6 +164,10 @@ def _cut(
     new.gradients = tuple(i for i, f in enumerate(flags) if f)
     new.backward_in_place, new.overwritten = in_place.backward_of(new)
     return new
+
+
+def _split(nodes: list[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
+    return nodes[:first], nodes[first : first + second], nodes[first + second :]
 
 
 def own_memory(graph: fx.Graph, first: int, wanted: list[FormInput]) -> None:
@@ -194,6 +207,12 @@ def _is_small_result(node: fx.Node) -> bool:
     source: fx.Node = node.args[0]  # type: ignore[assignment]
     first = meta.value(source)[0]
     return source.target in ops.MIXERS and rough_bytes(meta.value(node)) <= rough_bytes(first)
+
+
+def _is_in_order(result: fx.Node) -> bool:
+    """Whether a result is one of an operator whose states are carried: those within a chunk are large, not saved."""
+    source: fx.Node = result.args[0]  # type: ignore[assignment]
+    return source.target in ops.CARRIES
 
 
 def _is_fence_result(node: fx.Node) -> bool:

@@ -4,6 +4,11 @@ Nodes come in levels: even ones hold what keeps tokens apart, odd ones what mixe
 without a rule). A node's level is the least that its inputs allow. Then, between every two even levels, nodes move to
 the later one so that the bytes that cross are least: a minimum cut, the latest where there are several, so that what is
 large stays inside of one workset (the logits with their loss, say). What is in the order of experts moves as one.
+What costs next to nothing to compute from the block's own inputs (a norm) does not cross: each level has a copy.
+
+What needs positions in order only, with a small state (convolutions that look back, the gated delta rule), lies in even
+levels: such a workset's chunks run in order. Where that workset cannot be in chunks of tokens after all, it lies in odd
+levels, as what mixes positions.
 """
 
 from __future__ import annotations
@@ -18,13 +23,27 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from torch import fx
 
 from oomc import meta, ops
-from oomc.dims import TOKENS, Analysis, Token, can_be_cut, slots_of, tokens_of
+from oomc.dims import TOKENS, Analysis, Token, can_be_cut, is_pointwise, slots_of, tokens_of
 from oomc.fxutil import is_mutating, rough_bytes
 from oomc.match import op_name
 from oomc.worksets import Chunk
 
 VIEWS = frozenset({"view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "expand", "flatten", "unflatten",
                    "t", "mT", "detach", "alias", "_unsafe_view", "select", "slice"})  # fmt: skip
+CHEAP = VIEWS | {
+    "mean",
+    "sum",
+    "amax",
+    "rms_norm",
+    "layer_norm",
+    "to",
+    "type_as",
+    "_to_copy",
+    "clone",
+    "contiguous",
+    "cat",
+}
+"""Operations that pass once over memory, beside those that are pointwise."""
 MOST = 2**18
 """The capacity of the largest value; there are fewer than 2**12 values in a block."""
 ALWAYS = 2**30
@@ -51,7 +70,15 @@ def cut(nodes: list[fx.Node], analysis: Analysis, parameters: set[fx.Node], whol
 
     With `whole`, a block that can run in chunks of rows, or of tokens, is one workset.
     """
-    cutter = _Cut(nodes, analysis, parameters)
+    parts = _parts(_Cut(nodes, analysis, parameters), whole)
+    if all(part.chunk == "tokens" or not any(analysis.flows[n].ordered for n in part.nodes) for part in parts):
+        return parts
+    left = {n for part in parts for n in part.nodes}
+    nodes = [n for n in nodes[0].graph.nodes if n in left]
+    return _parts(_Cut(nodes, analysis, parameters, in_order=False), whole)
+
+
+def _parts(cutter: _Cut, whole: bool) -> list[Part]:
     if whole and (one := cutter.one()).chunk:
         return [one]
     return cutter.parts()
@@ -62,9 +89,11 @@ class _Cut:
     nodes: list[fx.Node]
     analysis: Analysis
     parameters: set[fx.Node]
+    in_order: bool = True
     level: dict[fx.Node, int] = field(default_factory=dict)
     group: dict[fx.Node, str] = field(default_factory=dict)
     fenced: set[str] = field(default_factory=set)
+    cheap: set[fx.Node] = field(default_factory=set)
 
     def one(self) -> Part:
         """All nodes in one; a sum over all rows that is used again here cannot be in chunks."""
@@ -77,10 +106,11 @@ class _Cut:
 
     def parts(self) -> list[Part]:
         self._find_groups()
+        self._find_cheap()
         self._assign()
         if not any(is_mutating(n) for n in self.nodes):
             self._sink()
-            self._own_views()
+            self._own_copies()
         levels: dict[int, list[fx.Node]] = defaultdict(list)
         for node in self.nodes:
             levels[self.level[node]].append(node)
@@ -89,7 +119,12 @@ class _Cut:
     # -- what is known of nodes ---------------------------------------------------------------------------------------
 
     def _mixes(self, node: fx.Node) -> bool:
-        return self.group.get(node) in self.fenced or bool(self.analysis.flows[node].mixes)
+        return self.group.get(node) in self.fenced or bool(self._mixed(node))
+
+    def _mixed(self, node: fx.Node) -> frozenset[Token]:
+        """The tokens that a node mixes; its positions too if it has them in order and chunks do not come so."""
+        flow = self.analysis.flows[node]
+        return flow.mixes if self.in_order or not flow.ordered else flow.mixes | {"S"}
 
     def _carries(self, node: fx.Node) -> bool:
         """Whether there are tokens in what a node gives."""
@@ -121,8 +156,17 @@ class _Cut:
         for route, members in owned.items():
             whole = all(u in members for n in members if self._slots(n) for u in n.users)
             several = any(len(self._around(n)) > 1 for n in members)
-            if not whole or several or any(self.analysis.flows[n].mixes for n in members):
+            if not whole or several or any(self._mixed(n) for n in members):
                 self.fenced.add(route)
+
+    def _find_cheap(self) -> None:
+        """Nodes that may be computed again in every level that uses them."""
+        inside = set(self.nodes)
+        for node in self.nodes:
+            plain = op_name(node) in CHEAP or is_pointwise(node)
+            if plain and not is_mutating(node) and not self.analysis.flows[node].sums and not self._mixes(node):
+                if node not in self.group and all(n in self.cheap for n in node.all_input_nodes if n in inside):
+                    self.cheap.add(node)
 
     # -- levels -------------------------------------------------------------------------------------------------------
 
@@ -169,7 +213,7 @@ class _Cut:
         if it stays, and its value, which costs its bytes if the node stays and a user does not.
         """
         index = {n: i for i, n in enumerate(nodes)}
-        costs = {n: rough_bytes(meta.value(n)) for n in nodes}
+        costs = {n: 0 if n in self.cheap else rough_bytes(meta.value(n)) for n in nodes}
         largest = max([MOST, *costs.values()])  # so that capacities fit 32 bits
         source, sink = 2 * len(nodes), 2 * len(nodes) + 1
         edges: dict[tuple[int, int], int] = {}
@@ -198,13 +242,17 @@ class _Cut:
         stays = set(breadth_first_order(left > 0, source, return_predecessors=False).tolist())
         return [n for n, i in index.items() if i not in stays]
 
-    def _own_views(self) -> None:
-        """Give each level that uses a view a copy of its own: what is viewed crosses, and no memory counts twice."""
+    def _own_copies(self) -> None:
+        """Give each level that uses a view a copy of its own: what is viewed crosses, and no memory counts twice.
+
+        And each that may run in chunks and uses what is cheap.
+        """
         result: list[fx.Node] = []
         for node in reversed(self.nodes):
             levels = {self.level[u] for u in node.users if u in self.level}
-            if op_name(node) in VIEWS and node not in self.group and not self.analysis.flows[node].mixes:
-                for level in sorted(levels - {self.level[node]}):
+            is_view = op_name(node) in VIEWS and node not in self.group and not self.analysis.flows[node].mixes
+            if is_view or node in self.cheap:
+                for level in sorted(each for each in levels - {self.level[node]} if is_view or each % 2 == 0):
                     with node.graph.inserting_after(node):
                         twin = node.graph.node_copy(node)
                     for user in [u for u in node.users if self.level.get(u) == level]:
@@ -227,7 +275,7 @@ class _Cut:
         leaving = [n for n in nodes if any(u not in inside and not meta.is_size(u) for u in n.users)]
         crossing = [n for n in (*entering, *leaving) if n not in self.parameters]
         tokens = self.analysis.symbols.tokens
-        mixed = {t for n in nodes for t in (tokens if self.group.get(n) in self.fenced else flows[n].mixes)}
+        mixed = {t for n in nodes for t in (tokens if self.group.get(n) in self.fenced else self._mixed(n))}
         fences = tuple(dict.fromkeys(self._fence(n) for n in nodes if self._mixes(n) and not self._is_part(n)))
         along: list[Token] = [t for t in TOKENS if t in tokens - mixed]
         for some in (along, along[:1]):
@@ -253,4 +301,6 @@ class _Cut:
         flow = self.analysis.flows[node]
         if not flow.known:
             return f"{name}: no rule says what it does to tokens"
-        return f"{name}: mixes {' and '.join({'B': 'batch rows', 'S': 'positions'}[t] for t in sorted(flow.mixes))}"
+        return (
+            f"{name}: mixes {' and '.join({'B': 'batch rows', 'S': 'positions'}[t] for t in sorted(self._mixed(node)))}"
+        )

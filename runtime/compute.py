@@ -1,11 +1,15 @@
-"""The compute lane's work: run a form's graph whole, or in chunks of tokens."""
+"""The compute lane's work: run a form's graph whole, or in chunks of tokens.
+
+Where states are carried from chunk to chunk (oomc.carries), the chunks of a batch row run in order, the backward's from
+last to first: each takes the states, or their gradients, that the one before it has left.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -13,19 +17,20 @@ from oomc.steps import IN_PLACE, calc, phase_of
 
 if TYPE_CHECKING:
     from oomc.dims import Layout
-    from oomc.worksets import Form
+    from oomc.worksets import Carry, Form
 
 Graph = Callable[..., tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A rectangle of a batch, and the sizes of the whole."""
+    """A rectangle of a batch, the sizes of the whole, and which of the rectangles of its rows it is."""
 
     rows: slice
     columns: slice
     batch: int
     sequence: int
+    index: int = 0
 
     def part(self, token: str) -> slice:
         """What the tile takes of `B` or `S`."""
@@ -41,9 +46,9 @@ def tiles(batch: int, sequence: int, chunk: tuple[int, int]) -> list[Tile]:
     """The rectangles that cover a batch; the last ones may be smaller."""
     rows, columns = max(1, chunk[0]), max(1, chunk[1])
     return [
-        Tile(slice(b, min(b + rows, batch)), slice(s, min(s + columns, sequence)), batch, sequence)
+        Tile(slice(b, min(b + rows, batch)), slice(s, min(s + columns, sequence)), batch, sequence, index)
         for b in range(0, batch, rows)
-        for s in range(0, sequence, columns)
+        for index, s in enumerate(range(0, sequence, columns))
     ]
 
 
@@ -103,10 +108,11 @@ class Total:
     Args:
         layout: of the result.
         adds: whether what several tiles give for one place is added up (sums, gradients); else it is the same.
+        backwards: whether the tiles of a row come from last to first.
     """
 
-    def __init__(self, layout: Layout, adds: bool) -> None:
-        self.layout, self.adds = layout, adds
+    def __init__(self, layout: Layout, adds: bool, backwards: bool = False) -> None:
+        self.layout, self.adds, self.backwards = layout, adds, backwards
         self.value: torch.Tensor | None = None
         self.dtype = torch.float32
 
@@ -118,7 +124,7 @@ class Total:
         """Take in one tile's part."""
         tokens = {a for a in atoms_of(self.layout) if isinstance(a, str)}
         missing = [t for t in ("B", "S") if t not in tokens and tile.cuts(t)]
-        again = any(tile.part(t).start > 0 for t in missing)
+        again = any(self._comes_later(tile, t) for t in missing)
         if again and not self.adds:
             return
         wide = part.dtype
@@ -136,6 +142,12 @@ class Total:
             target.add_(part)
         else:
             target.copy_(part)  # nothing is copied onto itself
+
+    def _comes_later(self, tile: Tile, token: str) -> bool:
+        """Whether a tile is not the first one along a token."""
+        if token == "S" and self.backwards:
+            return tile.columns.stop < tile.sequence
+        return tile.part(token).start > 0
 
     def _empty(self, part: torch.Tensor, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the whole result, laid out as the part is."""
@@ -167,7 +179,10 @@ def _sizes(tile: Tile) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Argument:
-    """One argument of a form's graph: a size with its formula, a tangent, a value that is cut, or one that is not."""
+    """One argument of a form's graph: a size with its formula, a tangent, a value that is cut, or one that is not.
+
+    Or the states before each chunk of positions, of which a tile takes its own.
+    """
 
     kind: str
     layout: Layout = ()
@@ -180,6 +195,8 @@ class _Argument:
             return calc(self.formula, *_sizes(tile))
         if self.kind == "whole" or arg is None:
             return arg
+        if self.kind == "states":
+            return narrow(arg[tile.index], self.layout, tile)
         part = narrow(arg, self.layout, tile)
         if self.kind == "tangent" and not self.reduced:
             tokens = atoms_of(self.layout)
@@ -196,6 +213,7 @@ def arguments_of(form: Form, variant: str) -> list[_Argument]:
         for i in form.inputs
     ]  # fmt: skip
     saved = [_Argument("value", layout) for layout in form.saved_layouts]
+    saved += [_Argument("states", carry.layout) for carry in form.carries]
     if variant == "forward":
         return inputs
     if variant == "recompute":
@@ -210,9 +228,49 @@ def arguments_of(form: Form, variant: str) -> list[_Argument]:
 def totals_of(form: Form, variant: str) -> list[Total]:
     """What the results of a variant of a form are put together in."""
     if phase_of(variant) == "backward":
-        return [Total(form.inputs[i].layout, adds=True) for i in form.gradients]
+        return [Total(form.inputs[i].layout, adds=True, backwards=bool(form.carries)) for i in form.gradients]
     totals = [Total(layout, adds=reduced) for layout, reduced in zip(form.output_layouts, form.reduced, strict=True)]
     return totals + [Total(layout, adds=False) for layout in form.saved_layouts if variant == "forward"]
+
+
+class Carried:
+    """What passes from tile to tile along the positions: states, or in the backward their gradients.
+
+    Args:
+        form: says what is carried.
+        variant: `forward`, `recompute` (in which every tile finds its states among its arguments) or `backward`.
+        cover: all tiles, in the order in which they run.
+        args: whose device is that of the states.
+    """
+
+    def __init__(self, form: Form, variant: str, cover: Sequence[Tile], args: Sequence[Any]) -> None:
+        self.carries = form.carried(variant)
+        self.device = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
+        self.now: list[torch.Tensor] = []
+        self.last: Tile | None = None
+        count = 1 + max(tile.index for tile in cover)
+        self.states = [self._zeros(c, cover[0].batch, count) for c in self.carries if variant == "forward"]
+        """Before each tile, [tiles of a row, ...]: the backward's."""
+
+    def before(self, tile: Tile) -> list[torch.Tensor]:
+        """What a tile takes. Nothing is carried to the first of a row, nor (in projections) where some are left out."""
+        last, self.last = self.last, tile
+        if last is None or last.rows != tile.rows or abs(last.index - tile.index) != 1:
+            self.now = []
+            self.now = [self._zeros(carry, _sizes(tile)[0]) for carry in self.carries]
+        for carry, all_, state in zip(self.carries, self.states, self.now, strict=False):
+            narrow(all_[tile.index], carry.layout, tile).copy_(state)
+        return self.now
+
+    def after(self, results: list[Any]) -> None:
+        """Take what a tile leaves off its graph's results."""
+        if self.carries:
+            self.now = results[-len(self.carries) :]
+            del results[-len(self.carries) :]
+
+    def _zeros(self, carry: Carry, rows: int, *count: int) -> torch.Tensor:
+        shape = [math.prod(rows if a == "B" else cast(int, a) for a in dim) for dim in carry.layout]
+        return torch.zeros((*count, *shape), dtype=carry.dtype, device=self.device)
 
 
 def run_chunks(
@@ -230,8 +288,11 @@ def run_chunks(
     """
     kinds = arguments_of(form, variant)
     cover = tiles(*whole_sizes(kinds, args), chunk)
+    if form.carries and variant == "backward":
+        cover.sort(key=lambda tile: (tile.rows.start, -tile.index))
+    carried = Carried(form, variant, cover, args)
     if len(cover) == 1:
-        return tuple(graph(*args))
+        return _run_whole(kinds, graph, args, cover[0], carried)
     if most is not None:
         cover = sorted(cover, key=lambda tile: math.prod(_sizes(tile)), reverse=True)[:most]
     totals = totals_of(form, variant)
@@ -240,14 +301,25 @@ def run_chunks(
             totals[result].start(args[argument])
     for tile in cover:
         part_args = [kind.part(arg, tile) for kind, arg in zip(kinds, args, strict=True)]
-        parts = list(graph(*part_args))
+        parts = list(graph(*part_args, *carried.before(tile)))
         del part_args
+        carried.after(parts)
         for index, total in enumerate(totals):
             part, parts[index] = parts[index], None
             if part is not None:
                 total.add(part, tile)
         del parts, part
-    return tuple(total.take() for total in totals)
+    return (*(total.take() for total in totals), *carried.states)
+
+
+def _run_whole(
+    kinds: Sequence[_Argument], graph: Graph, args: Sequence[Any], tile: Tile, carried: Carried
+) -> tuple[torch.Tensor | None, ...]:
+    """Run a form on its only tile."""
+    part_args = [kind.part(arg, tile) if kind.kind == "states" else arg for kind, arg in zip(kinds, args, strict=True)]
+    results = list(graph(*part_args, *carried.before(tile)))
+    carried.after(results)
+    return (*results, *carried.states)
 
 
 def whole_sizes(kinds: Sequence[_Argument], args: Sequence[Any]) -> tuple[int, int]:

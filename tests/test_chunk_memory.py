@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import fx
 
-from oomc import meta, ops, pipeline, steps
+from oomc import meta, pipeline, steps
 from oomc.capture import Batch, capture
 from oomc.match import op_name
 from oomc.models import tiny
@@ -18,7 +18,7 @@ from oomc.simulate import Profiler, Projection, Walk
 from oomc.worksets import Workset
 from tests.helpers import compiled, tokens
 
-MIXERS = frozenset({"conv1d", *(f"oomc.{op._opname}" for op in ops.FENCES)})
+MIXERS = frozenset({"oomc.attention", "oomc.attention_backward"})
 HIDDEN = 64
 
 
@@ -97,8 +97,9 @@ def rest_of(walk: Alive, projection: Projection) -> int:
 
 
 @cache
-def traced(name: str) -> tuple[Program, Profiler]:
-    model = tiny.build(name)
+def traced(name: str, layers: tuple[str, ...] | None = None) -> tuple[Program, Profiler]:
+    changes: dict[str, Any] = {} if layers is None else {"layer_types": list(layers)}
+    model = tiny.build(name, **changes)
     bare = pipeline.run_passes(capture(model, Batch.bind(model, (), tokens(2, 24))), pipeline.MODEL_PASSES)
     return bare, Profiler(bare)
 
@@ -118,6 +119,26 @@ def test_projected_memory_grows_by_what_is_listed(name: str) -> None:
         assert held.get("gate", 0) <= 2 * boundary
         rest.append(rest_of(walk, projection))
     assert rest[1] <= 1.01 * rest[0], rest
+
+
+def test_linear_attention_has_nothing_but_boundaries_that_are_as_long_as_a_row() -> None:
+    """And the states before its chunks, which count among what is saved."""
+    rest = []
+    bare, profiler = traced("qwen3_next", ("linear_attention",) * 4)
+    for sizes in ((1, 16384), (1, 65536)):
+        choose = ChooseResidency(sizes, candidate=Candidate(1024, 1, 1, keep=True))
+        walk = Alive(pipeline.with_plan(bare, choose), profiler)
+        rest.append(rest_of(walk, walk.run()))
+        for workset in (w for b in bare.blocks[1:-1] for w in b.worksets):
+            assert not workset.fences
+            long = {n for n in (*workset.inputs, *workset.outputs) if isinstance(n, fx.Node) and n in owned(bare)}
+            assert all([str(s) for s in meta.value(n).shape[2:]] == [str(HIDDEN)] for n in long)
+    assert rest[1] <= 1.01 * rest[0], rest
+
+
+def owned(program: Program) -> set[fx.Node]:
+    """What worksets compute."""
+    return {n for b in program.blocks for w in b.worksets for n in w.nodes}
 
 
 def test_measured_memory_grows_by_what_is_listed() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from oomc.dims import Layout
 from oomc.runtime.compute import Tile, Total, arguments_of, closed, narrow, opened, run_chunks, tiles
-from oomc.worksets import Form, FormInput
+from oomc.worksets import Carry, Form, FormInput
 
 B, S = 3, 7
 CHUNKS = [(1, 1), (1, 3), (2, 7), (2, 4), (3, 5), (3, 7), (9, 9)]
@@ -253,3 +253,87 @@ def test_saved_values_are_cut_like_any_other() -> None:
     assert saved is not None and torch.equal(saved, first(*arguments())[-1])
     for got, want in zip(run_chunks(new, "recompute", again, (2, 3), [*arguments(), saved]), outputs, strict=True):
         assert got is not None and want is not None and torch.equal(got, want)
+
+
+# --- chunks in order
+
+
+def running(b: int, s: int, x: Tensor, w: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """y_t = w sum over u <= t of x_u, and the last sum."""
+    assert x.shape == (b, s, 4) and before.shape == (b, 4)
+    sums = before[:, None] + x.cumsum(1)
+    return sums * w, sums[:, -1]
+
+
+def running_form() -> Form:
+    inputs = (
+        FormInput("size", formula="B"), FormInput("size", formula="S"), FormInput("value", True, layout=COMPLETE),
+        FormInput("parameter", True),
+    )  # fmt: skip
+    empty = fx.GraphModule(nn.Module(), fx.Graph())
+    return Form(
+        "form", empty, inputs, "tokens", (False,), (COMPLETE,), saved=1, carries=(Carry(ROW, torch.float32, True),),
+        backward_takes=(*(("input", i) for i in range(4)), ("saved", 0)), tangents=(0,), gradients=(2, 3),
+    )  # fmt: skip
+
+
+def running_backward(b: int, s: int, *args: Tensor) -> tuple[Any, ...]:
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in args[:3]]
+        return torch.autograd.grad(running(b, s, *leaves), leaves, args[3:])
+
+
+@pytest.mark.parametrize("chunk", [*CHUNKS, (2, 1)])
+def test_states_go_from_chunk_to_chunk_and_their_gradients_back(chunk: tuple[int, int]) -> None:
+    given: list[Any] = [B, S, values(B, S, 4), values(4)]
+    y, states = run_chunks(running_form(), "forward", running, chunk, given)
+    want, last = running(B, S, given[2], given[3], torch.zeros(B, 4))
+    assert y is not None and states is not None
+    torch.testing.assert_close(y, want)
+    starts = range(0, S, chunk[1])
+    assert states.shape == (len(starts), B, 4)  # those before each chunk
+    for state, start in zip(states, starts, strict=True):
+        torch.testing.assert_close(state, given[2][:, :start].sum(1))
+
+    seen: list[Tensor] = []
+
+    def again(*args: Any) -> tuple[Tensor]:
+        seen.append(args[-1])
+        return (running(*args)[0],)
+
+    (same,) = run_chunks(running_form(), "recompute", again, chunk, [*given, states])
+    assert same is not None and torch.equal(same, y)
+    assert len(seen) == len(tiles(B, S, chunk))
+    dy = torch.cos(y)
+    got = run_chunks(running_form(), "backward", running_backward, chunk, [*given, states, dy])
+    for a, b in zip(got, running_backward(*given, torch.zeros(B, 4), dy, torch.zeros_like(last)), strict=False):
+        assert a is not None
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert len(got) == 2
+
+
+def test_the_backward_goes_from_the_last_chunk_of_a_row_to_the_first() -> None:
+    order: list[tuple[float, float]] = []
+
+    def look(b: int, s: int, x: Tensor, w: Tensor, state: Tensor, dy: Tensor, after: Tensor) -> tuple[Tensor, ...]:
+        order.append((float(x[0, 0, 0]), float(after[0, 0])))
+        return x, w, state + 1
+
+    x = torch.arange(2.0 * 3).view(2, 3, 1).expand(2, 3, 4)
+    states = torch.arange(3.0)[:, None, None].expand(3, 2, 4)  # 0, 1, 2 before the chunks of a row
+    run_chunks(running_form(), "backward", look, (1, 1), [2, 3, x, values(4), states, x])
+    assert order == [(2, 0), (1, 3), (0, 2), (5, 0), (4, 3), (3, 2)]
+
+
+@pytest.mark.parametrize("variant", ["forward", "backward"])
+def test_of_some_chunks_none_takes_what_another_row_left(variant: str) -> None:
+    """Projections run two of all chunks, which need not follow each other; states are as many as there are chunks."""
+    args = [B, S, values(B, S, 4), values(4)]
+    graph: Any = running
+    if variant == "backward":
+        args, graph = [*args, torch.zeros(S, B, 4), values(B, S, 4)], running_backward
+    for chunk in ((2, 7), (2, 4), (1, 1)):
+        results = run_chunks(running_form(), variant, graph, chunk, args, most=2)
+        assert len(results) == 2
+        if variant == "forward":
+            assert results[1] is not None and results[1].shape == (-(-S // chunk[1]), B, 4)

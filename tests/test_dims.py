@@ -110,7 +110,12 @@ def routed(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 def delta_rule(x: Tensor) -> Tensor:
     """One head; g and beta are features."""
-    return ops.gated_delta_rule(*[x.unsqueeze(2)] * 3, -x[..., :1].exp(), x[..., 1:2], 4, True)[0]
+    return ops.gated_delta_rule(*[x.unsqueeze(2)] * 3, -x[..., :1].exp(), x[..., 1:2], None, 4, True)[0]
+
+
+def convolution(x: Tensor) -> Tensor:
+    """Each feature along the positions."""
+    return ops.causal_conv1d(x.transpose(1, 2), WEIGHT[:, None], None, None)[0].transpose(1, 2)
 
 
 def torch_attention(x: Tensor) -> Tensor:
@@ -248,10 +253,11 @@ MIXING: dict[str, tuple[str, Function]] = {
     "halves of positions": ("S", lambda x: F.glu(torch.stack([x, x], 2).flatten(1, 2), 1)),
     "convolution": ("S", lambda x: F.conv1d(x.transpose(1, 2), WEIGHT[:, :, None].expand(4, 4, 3), padding=1)),
     "attention": ("S", lambda x: ops.attention(*[x.unsqueeze(1)] * 3, None, None, 0.5, True, None, 0.0)[0]),
-    "delta rule": ("S", delta_rule),
     "torch's attention": ("S", torch_attention),
 }  # fmt: skip
 """What mixes tokens, and which."""
+
+IN_ORDER: list[Function] = [delta_rule, convolution]
 
 UNKNOWN: dict[str, Function] = {
     "no rule": lambda x: x.tril(),
@@ -335,6 +341,26 @@ def test_mixing(name: str) -> None:
             assert agree_in_tiles(function, layout, chunk), token
 
 
+@pytest.mark.parametrize("function", IN_ORDER)
+def test_what_is_in_order_keeps_rows_apart_and_leaves_a_state(function: Function) -> None:
+    analysis, nodes, result = graph_of(function)
+    assert mixes(analysis, nodes) == ""
+    (node,) = (n for n in nodes if analysis.flows[n].ordered)
+    out, *_, state = analysis.flows[node].layouts
+    assert tokens_of(out) == {"B", "S"} and tokens_of(state) == {"B"}
+    assert agree_in_tiles(function, analysis.layout(result), (1, 7))
+    assert not agree_in_tiles(function, analysis.layout(result), (3, 3))  # without the state
+
+
+@pytest.mark.parametrize("function", IN_ORDER)
+def test_what_is_in_order_along_another_dimension_mixes(function: Function) -> None:
+    """Rows as positions, or a dimension that is made of both."""
+    for other in (lambda x: function(x.transpose(0, 1)), lambda x: function(x.flatten(0, 1)[None])):
+        analysis, nodes, _ = graph_of(other)
+        assert mixes(analysis, nodes) != ""
+        assert not any(analysis.flows[n].ordered for n in nodes)
+
+
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_no_rule_knows_mixes_everything(name: str) -> None:
     analysis, nodes, _ = graph_of(UNKNOWN[name])
@@ -360,7 +386,7 @@ NEVER_EXPORTED = {
 
 
 def test_every_rule_is_tried() -> None:
-    functions = [*INDEPENDENT.values(), *(f for _, f in MIXING.values()), *UNKNOWN.values(), *SUMS.values()]
+    functions = [*INDEPENDENT.values(), *(f for _, f in MIXING.values()), *IN_ORDER, *UNKNOWN.values(), *SUMS.values()]
     seen = {op_name(n) for function in functions for n in graph_of(function)[1]}
     assert set(RULES) - seen == NEVER_EXPORTED - seen
 

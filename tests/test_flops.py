@@ -102,10 +102,10 @@ def test_the_delta_rule_is_its_bodys_products_and_solves() -> None:
     c, dk, dv, heads, chunks = 4, 8, 16, 3, 2
     q, v = torch.randn(1, c * chunks, heads, dk), torch.randn(1, c * chunks, heads, dv)
     g, beta = torch.randn(2, 1, c * chunks, heads).sigmoid().neg().unbind()
-    args = (q, q, v, g, beta, c, True)
-    out, states = ops.gated_delta_rule(*args)
+    args = (q, q, v, g, beta, None, c, True)
+    out, states, _ = ops.gated_delta_rule(*args)
     solves = heads * chunks * c * c * (dk + dv)
-    back = (out, q, q, v, g, beta, states, c, True)
+    back = (out, None, q, q, v, g, beta, states, c, True)
     for op, own, factor in ((ops.gated_delta_rule, args, 1), (ops.gated_delta_rule_backward, back, 2)):
         with flop_counter.FlopCounterMode(display=False) as counter:
             ops.BODIES[op](*own)

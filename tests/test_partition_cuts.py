@@ -118,11 +118,42 @@ def test_attention_lies_between_what_keeps_tokens_apart() -> None:
     assert cuts.elements() == [2 * 16 * D] * 4  # q, k, v and the result: nothing that is wide
 
 
-def test_attention_like_operations_run_in_rows() -> None:
-    cuts = Cuts(lambda x, w, _: delta_rule((x @ w)[..., :4]) + (x @ w)[..., :4].unsqueeze(2))
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_needs_positions_in_order_is_no_fence(whole: bool) -> None:
+    cuts = Cuts(lambda x, w, _: delta_rule((x @ w)[..., :4]) + (x @ w)[..., :4].unsqueeze(2), whole)
+    assert_sound(cuts)
+    assert [part.chunk for part in cuts.parts] == ["tokens"]
+    assert cuts.fences() == []
+
+
+def test_positions_in_order_are_a_fence_where_chunks_of_tokens_cannot_be() -> None:
+    """What is chosen here is not put together from tiles."""
+
+    def chosen(x: Tensor, w: Tensor, _: Tensor) -> Tensor:
+        y = delta_rule((x @ w)[..., :4]).squeeze(2)
+        return y.transpose(0, 1).flatten(0, 1).topk(2, -1).values
+
+    cuts = Cuts(chosen)
+    assert_sound(cuts)
+    assert [part.chunk for part in cuts.parts] == ["tokens", "rows", ""]
+    assert cuts.fences() == ["oomc.gated_delta_rule: mixes positions"]
+
+
+def test_what_costs_next_to_nothing_is_computed_again_after_attention() -> None:
+    """The norm is one of the block's input, which is there anyway; what is a product crosses."""
+
+    def parallel(x: Tensor, w: Tensor, wide: Tensor) -> Tensor:
+        h = F.layer_norm(x, (D,)).relu()
+        gate = (h @ w).sigmoid()
+        a = attention(h @ w, h @ w.t(), gate)
+        return x + a * gate + ((a + h) @ wide).relu() @ wide.t()
+
+    cuts = Cuts(parallel)
     assert_sound(cuts)
     assert [part.chunk for part in cuts.parts] == ["tokens", "rows", "tokens"]
-    assert cuts.fences() == ["oomc.gated_delta_rule: mixes positions"]
+    assert [op_name(n) for part in cuts.parts for n in part.nodes].count("layer_norm") == 2
+    crossing = {op_name(n) for n in cuts.crossing()}
+    assert "relu" not in crossing and "layer_norm" not in crossing and "sigmoid" in crossing
 
 
 def test_parallel_branches_share_their_levels() -> None:
