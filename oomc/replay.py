@@ -8,6 +8,7 @@ iterations, whose pattern the others repeat.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import fx
@@ -28,8 +29,8 @@ class Replay:
         fixed: allocations that are there throughout, in order.
     """
 
-    def __init__(self, walk: Walk, fixed: list[int]) -> None:
-        self.walk, self.allocator = walk, Allocator()
+    def __init__(self, walk: Walk, fixed: list[int], limit: float = math.inf) -> None:
+        self.walk, self.allocator = walk, Allocator(limit)
         self.dead = walk.last_uses()
         self.live: dict[Any, Block] = {}
         self.holders: dict[Any, int] = {}
@@ -52,14 +53,15 @@ class Replay:
         return reserved
 
     def step(self) -> int:
-        """Replay one step; the bytes reserved after it."""
+        """Replay one step; the most bytes reserved in it."""
+        self.allocator.peak = self.allocator.reserved
         for node in self.walk.graph.nodes:
             self._node(node)
         for block in self.live.values():  # what the step gives back
             self.allocator.give(block)
         self.live.clear()
         self.holders.clear()
-        return self.allocator.reserved
+        return self.allocator.peak
 
     def _node(self, node: fx.Node) -> None:
         walk = self.walk
