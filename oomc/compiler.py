@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,9 +25,8 @@ from oomc.runtime.updates import Where
 from oomc.simulate import Profiler, Projection
 
 CUDA_WORKSPACE = 192 << 20
-"""Bytes outside the step's own tensors that CUDA libraries (cuBLAS, cuDNN) may take during a step."""
-FRAGMENTATION = 0.18
-"""What the CUDA allocator reserves beyond what is allocated, as a share; 0.15 was measured (docs/RESULTS.md)."""
+"""Bytes that the process comes to hold outside of torch's allocator during a step: kernels that are loaded when they
+are first used, libraries' own. 80 to 170 MiB were measured."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class Compiler:
     ) -> tuple[Program, Program, Projection, Callable[[], Explanation] | None]:  # fmt: skip
         """The bare program that the plan is for, the scheduled one, its projection and its explanation."""
         options = self.options
-        allowed = self._device_allowed()
+        allowed = self.device_allowed()
         if options.device.type == "cpu" and options.budget.device is None:
             # its memory is the host's: nothing is gained by a plan for it, and everything is streamed as on a GPU
             made = pipeline.plan_step(
@@ -232,7 +232,7 @@ class Compiler:
             return trace.bare, *made, None
         request = Request(
             sizes, allowed, options.budget.host or self.host_memory(), options.budget, updates, resident, fixed,
-            accumulate, options.chunk_tokens, options.verify, self.in_all,
+            accumulate, options.chunk_tokens, options.verify, self.in_all, options.device.type == "cuda",
         )  # fmt: skip
         planned = trace.planner.plan(trace.cuts(sizes, options.verify), request)
         return planned.bare, planned.program, planned.projection, planned.explain
@@ -251,28 +251,25 @@ class Compiler:
             return frozenset()
         return frozenset(slab.name for slab in program.slabs)
 
-    def in_all(self, own: int) -> int:
-        """The device bytes that so many of the step's own tensors come to."""
-        if self.options.device.type != "cuda":
-            return own
-        # one more byte, so that a budget of just this allows `own` when it is rounded down
-        return int(own * (1 + FRAGMENTATION)) + 1 + self.outside() + CUDA_WORKSPACE
+    def in_all(self, held: int) -> int:
+        """The device bytes that the process holds with so many of the step's own (`Projection.held`)."""
+        return held + (self.outside + CUDA_WORKSPACE if self.options.device.type == "cuda" else 0)
 
-    def _device_allowed(self) -> int:
-        """Device bytes for the step's own tensors."""
-        budget = self.options.budget.device or self.device_memory()
-        if self.options.device.type != "cuda":
-            return budget
-        return int((budget - self.outside() - CUDA_WORKSPACE) / (1 + FRAGMENTATION))
+    def device_allowed(self) -> int:
+        """Device bytes that the step's own may be."""
+        return (self.options.budget.device or self.device_memory()) - self.in_all(0)
 
     def device_memory(self) -> int:
         """Bytes of the device."""
         return device_memory(self.options.device)
 
+    @cached_property
     def outside(self) -> int:
-        """Bytes that the process holds on a GPU outside of torch's allocator: its context."""
+        """Bytes that the process holds on a GPU outside of torch's allocator before the first step: its context."""
         private.use_expandable_segments()
-        torch.zeros(1, device=self.options.device)
+        # the first product lets torch allocate cuBLAS' workspace, which stays: now, and not amid a step's temporaries
+        one = torch.ones(8, 8, device=self.options.device)
+        _ = one @ one
         return cuda_usage(self.options.device).outside
 
 

@@ -25,6 +25,7 @@ from oomc.plan import Budget, Plan, Updates
 from oomc.program import Program
 from oomc.quick import Decisions, Instance
 from oomc.search import Found, Search, frugal
+from oomc.replay import project_reserved
 from oomc.simulate import Profiler, Projection, project
 
 CHECKED = 3
@@ -56,6 +57,7 @@ class Request:
         chunk_tokens: in each chunk, if given.
         verify: whether every pass is verified.
         in_all: what so many bytes of the step's own come to with all that the process holds.
+        reserves: it is what CUDA's allocator reserves that counts.
     """
 
     sizes: tuple[int, int]
@@ -69,6 +71,7 @@ class Request:
     chunk_tokens: int | None = None
     verify: bool = False
     in_all: Callable[[int], int] = int
+    reserves: bool = False
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -82,6 +85,7 @@ class Checked:
 
     Attributes:
         cut: index of its program.
+        peak: device bytes (`Projection.held`).
         host: bytes.
     """
 
@@ -161,8 +165,8 @@ class Planner:
     def source(self, cuts: Sequence[Cut], cut: int) -> Source | None:
         """A cut's program with what was found about it."""
         if cut not in self._sources:
-            made = cuts[cut]()
-            self._sources[cut] = None if made is None else Source(*made, Costs(made[0], self.machine, self.backend))
+            given = cuts[cut]()
+            self._sources[cut] = None if given is None else Source(*given, Costs(given[0], self.machine, self.backend))
         return self._sources[cut]
 
     def _tilings(self, cuts: Sequence[Cut], cut: int, request: Request, tokens: Sequence[int]) -> list[tuple[int, Any]]:
@@ -211,8 +215,8 @@ class Planner:
                 found = _least_host(Search(instances, device))
             over = 0
             for each in found:
-                made = self._check(cuts, request, tilings[each.index], each.decisions, known)
-                over = max(over, made.peak - request.allowed if request.allowed is not None else 0)
+                checked = self._check(cuts, request, tilings[each.index], each.decisions, known)
+                over = max(over, checked.peak - request.allowed if request.allowed is not None else 0)
                 if over <= 0 and len(instances) * instances[0].blocks <= 4:
                     break
             if over <= 0 or device is None or self._fastest(known, request) is not None:
@@ -228,13 +232,12 @@ class Planner:
         for each in known:
             if (each.cut, each.plan) == (tiling[0], plan):
                 return each
-        program = scheduled(source.program, plan, request)
-        projection = project(program, source.profiler)
+        program, projection = made(source, plan, request)
         line = timeline.simulate(program, source.costs, request.updates, record=False)
         assert program.plan is not None
         slabs = sum(request.updates.host_bytes(s) for s in program.slabs if s.name not in plan.resident)
         host = slabs + request.updates.ring_bytes + program.plan.host_value_bytes
-        known.append(Checked(tiling[0], plan, projection.peak, host, line.step_s))
+        known.append(Checked(tiling[0], plan, projection.held, host, line.step_s))
         return known[-1]
 
     def _fastest(self, known: list[Checked], request: Request) -> Checked | None:
@@ -276,22 +279,22 @@ class Planner:
             return self._planned(cuts, request, least, tilings)
         source = self.source(cuts, least.cut)
         assert source is not None
-        program = scheduled(source.program, least.plan, request)
-        projection = project(program, source.profiler)
-        smallest = request.in_all(projection.peak)
+        program, projection = made(source, least.plan, request)
+        smallest = request.in_all(projection.held)
         text = pipeline.explain_shortage(program, projection, request.in_all(request.allowed), request.sizes, smallest)
         raise BudgetError(text, smallest_device=smallest)
 
     def _planned(self, cuts: Sequence[Cut], request: Request, best: Checked, tilings: list[tuple[int, Any]]) -> Planned:
         source = self.source(cuts, best.cut)
         assert source is not None
-        program = scheduled(source.program, best.plan, request)
-        projection = project(program, source.profiler)
+        program, projection = made(source, best.plan, request)
+        # the quick evaluation knows of what is allocated only
+        allowed = None if request.allowed is None else request.allowed - (projection.held - projection.peak)
 
         def explain() -> Explanation:
             instances = [self._instance(cuts, tiling, request) for tiling in tilings]
             index = next((i for i, t in enumerate(tilings) if (t[0], dict(t[1])) == (best.cut, best.plan.chunks)), None)
-            return Explanation.of(source, instances, index, best.plan, best.peak, best.host, request.allowed,
+            return Explanation.of(source, instances, index, best.plan, projection.peak, best.host, allowed,
                                   request.host)  # fmt: skip
 
         return Planned(source.program, program, projection, best.seconds, explain)
@@ -321,6 +324,12 @@ def scheduled(bare: Program, plan: Plan, request: Request) -> Program:
     """The program with its step graph scheduled by a plan."""
     plan = replace(plan, budget=request.budget)
     return pipeline.with_plan(bare, pipeline.chosen(plan), verify=request.verify)
+
+
+def made(source: Source, plan: Plan, request: Request) -> tuple[Program, Projection]:
+    """The scheduled program of a plan, and its projection."""
+    program = scheduled(source.program, plan, request)
+    return program, (project_reserved if request.reserves else project)(program, source.profiler)
 
 
 def _least_host(search: Search) -> list[Found]:

@@ -2,91 +2,92 @@
 
 All of them are known: a form's are in its profile, every other value is one allocation, and values die where the walk
 (oomc.simulate) says. What is there throughout is allocated first, as the runtime does, so that it never fragments; then
-come several steps, until the reserved bytes stay as they are. Loops over tiles or experts are profiled with a few
-iterations, whose pattern the others repeat.
+come a few steps, since gradients that are carried into the next one shift what is allocated there. Loops over tiles or
+experts are profiled with a few iterations, whose pattern the others repeat.
 """
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from oomc import steps
 from oomc.allocator import Allocator, Block
-from oomc.simulate import Profile, Walk
+from oomc.program import Program
+from oomc.simulate import Profile, Profiler, Projection, Walk
 
 STEPS = 4
-"""Most steps that are replayed; the second one rarely needs more than the first, and later ones hardly ever do."""
+"""Most steps that are replayed, fewer where one needs no more than the one before it."""
+BLAS = 32 << 20
+"""Bytes of the workspace that torch allocates for cuBLAS at its first use, on Hopper; elsewhere it is smaller."""
+OTHERS = 32 << 20
+"""What else is reserved: pools of small allocations of other streams (12 to 14 MiB were measured), and a page more or
+less, where what a kernel allocates for itself makes the difference."""
 
 
 class Replay:
-    """Replays a walked step graph on an allocator.
+    """Replays a step graph on an allocator.
 
     Args:
-        walk: has been run.
-        fixed: allocations that are there throughout, in order.
+        walk: over it; has been run.
     """
 
-    def __init__(self, walk: Walk, fixed: list[int], limit: float = math.inf) -> None:
-        self.walk, self.allocator = walk, Allocator(limit)
-        self.dead = walk.last_uses()
-        self.live: dict[Any, Block] = {}
-        self.holders: dict[Any, int] = {}
-        self.slab_of = {
+    def __init__(self, walk: Walk) -> None:
+        self.walk, self.allocator = walk, Allocator()
+        self._dead = walk.last_uses()
+        self._live: dict[Any, Block] = {}
+        self._holders: dict[Any, int] = {}
+        self._slab_of = {
             storage: str(node.args[1])
             for node in walk.graph.nodes if node.target is steps.offload and node.args[1] in walk.carried
             for grad in node.args[3] for storage in walk.storages.get(grad, ())
         }  # fmt: skip
-        self.waiting: dict[str, list[Block]] = {}
-        for nbytes in filter(None, fixed):
+        self._carried: dict[str, list[Block]] = {}
+        for nbytes in filter(None, (BLAS, *walk.pieces())):
             self.allocator.take(nbytes)
 
-    def run(self) -> int:
-        """The reserved bytes of a steady step."""
-        reserved = -1
+    def run(self) -> Allocator:
+        """Steps until they need no more; the allocator after them."""
+        before = -1
         for _ in range(STEPS):
-            before, reserved = reserved, self.step()
-            if reserved == before:
+            if self.allocator.reserved == before:
                 break
-        return reserved
+            before = self.allocator.reserved
+            self._step()
+        return self.allocator
 
-    def step(self) -> int:
-        """Replay one step; the most bytes reserved in it."""
-        self.allocator.peak = self.allocator.reserved
+    def _step(self) -> None:
         for node in self.walk.graph.nodes:
             self._node(node)
-        for block in self.live.values():  # what the step gives back
+        for block in self._live.values():
             self.allocator.give(block)
-        self.live.clear()
-        self.holders.clear()
-        return self.allocator.peak
+        self._live.clear()
+        self._holders.clear()
 
     def _node(self, node: fx.Node) -> None:
-        walk = self.walk
+        walk, holders = self.walk, self._holders
         if node.target is steps.retire_carried:
-            for block in self.waiting.pop(str(node.args[1]), ()):
+            for block in self._carried.pop(str(node.args[1]), ()):
                 self.allocator.give(block)
         storages = walk.storages.get(node, ())
         if node in walk.profiles:
             self._form(node, walk.profiles[node])
         elif storages == (node,):
-            self.live[node] = self.allocator.take(walk.bytes[node])
+            self._live[node] = self.allocator.take(walk.bytes[node])
         for storage in storages:
-            self.holders[storage] = self.holders.get(storage, 0) + 1
-        for dead in self.dead.get(node, ()):
+            holders[storage] = holders.get(storage, 0) + 1
+        for dead in self._dead.get(node, ()):
             for storage in walk.storages.get(dead, ()):
-                self.holders[storage] -= 1
-                if self.holders[storage] == 0:
+                holders[storage] -= 1
+                if holders[storage] == 0 and storage in self._live:
                     self._die(storage)
 
     def _die(self, storage: Any) -> None:
-        block = self.live.pop(storage, None)
-        if block is None:
-            return
-        if storage in self.slab_of:
-            self.waiting.setdefault(self.slab_of[storage], []).append(block)
+        block = self._live.pop(storage)
+        if storage in self._slab_of:
+            self._carried.setdefault(self._slab_of[storage], []).append(block)
         else:
             self.allocator.give(block)
 
@@ -100,11 +101,14 @@ class Replay:
                 give(own.pop(number))
         for place, number in enumerate(profile.numbers):
             if number in own:
-                self.live[node, place] = own.pop(number)
+                self._live[node, place] = own.pop(number)
         for block in own.values():
             give(block)
 
 
-def reserved_bytes(walk: Walk) -> int:
-    """Bytes that torch's allocator reserves on a GPU for a step graph that was walked."""
-    return Replay(walk, walk.pieces()).run()
+def project_reserved(program: Program, profiler: Profiler) -> Projection:
+    """The projection of a scheduled step graph with what torch's allocator reserves for it on a GPU."""
+    walk = Walk(program, profiler)
+    projection = walk.run()
+    allocator = Replay(walk).run()
+    return replace(projection, reserved=allocator.reserved + OTHERS, limit=allocator.limit + OTHERS)

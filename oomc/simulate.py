@@ -152,6 +152,8 @@ class Projection:
         fixed: bytes of slots and resident tensors and inputs, in `peak` throughout.
         live: bytes of values alive after each node.
         during: most bytes (fixed included) during each node.
+        reserved: bytes that CUDA's allocator reserves for all this, where it is simulated (oomc.replay), else 0.
+        limit: the smallest limit of that allocator under which it unmaps nothing, or 0.
     """
 
     peak: int
@@ -159,6 +161,13 @@ class Projection:
     fixed: int
     live: dict[str, int]
     during: dict[str, int]
+    reserved: int = 0
+    limit: int = 0
+
+    @property
+    def held(self) -> int:
+        """What counts against a budget: what the allocator reserves, or what is allocated where none was simulated."""
+        return max(self.peak, self.reserved)
 
 
 def nbytes(val: Any, number: Any = int) -> int:
