@@ -11,8 +11,8 @@ The rules are those of c10/cuda/CUDACachingAllocator.cpp with expandable segment
 - the smallest free block that is large enough is taken, the lowest of equal ones; but the free block at the end, which
   could grow, counts as the largest of all;
 - what a block is too large by stays free behind it, and free neighbours become one;
-- where no block is large enough, pages are mapped at the end. They are unmapped again only where the limit is hit, which
-  is not simulated: a step is to be planned such that it is not (`Allocator.limit`).
+- where no block is large enough, pages are mapped at the end. They are unmapped again only where the limit is hit. That
+  is not simulated: the limit is set such that it is not hit (`Allocator.limit`).
 
 What is reserved so depends on the order of allocations, and on nothing else.
 """

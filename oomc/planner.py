@@ -24,8 +24,8 @@ from oomc.passes.choose_residency import CHUNK_TOKENS, DEFAULT, UNLIMITED, Candi
 from oomc.plan import Budget, Plan, Updates
 from oomc.program import Program
 from oomc.quick import Decisions, Instance
-from oomc.search import Found, Search, frugal
 from oomc.replay import project_reserved
+from oomc.search import Found, Search, frugal
 from oomc.simulate import Profiler, Projection, project
 
 CHECKED = 3
