@@ -76,7 +76,8 @@ def main() -> None:
         RULES[torch.optim.AdamW] = NoUpdate
     step = oomc.compile(
         model, oomc.Budget(args.device_budget, args.host_budget), optimizer=optimizer, example=batch, device=device,
-        backend=args.backend, max_grad_norm=args.clip, chunk_tokens=args.chunk_tokens, updates="host" if args.updates == "none" else args.updates,
+        backend=args.backend, max_grad_norm=args.clip, chunk_tokens=args.chunk_tokens,
+        updates="host" if args.updates == "none" else args.updates,
     )  # fmt: skip
     compiled = time.perf_counter()
     if args.save_grads:

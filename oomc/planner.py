@@ -34,7 +34,7 @@ LARGE = 2048
 """Tokens of a chunk from which on products lose little."""
 NEAR = 0.98
 """The share of the smallest budget that is named at which nothing is found any more."""
-ROUNDS = 3
+ROUNDS = 5
 """How often plans are sought again with what the last ones were over budget taken off."""
 
 Cut = Callable[[], tuple[Program, Profiler] | None]
