@@ -2,8 +2,8 @@
 
 All of them are known: a form's are in its profile, every other value is one allocation, and values die where the walk
 (oomc.simulate) says. What is there throughout is allocated first, as the runtime does, so that it never fragments; then
-come a few steps, since gradients that are carried into the next one shift what is allocated there. Loops over tiles or
-experts are profiled with a few iterations, whose pattern the others repeat.
+come steps until one ends as an earlier one did, since gradients that are carried into the next step lie elsewhere in
+each. Loops over tiles or experts are profiled with a few iterations, whose pattern the others repeat.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from oomc.allocator import Allocator, Block
 from oomc.program import Program
 from oomc.simulate import Profile, Profiler, Projection, Walk
 
-STEPS = 4
-"""Most steps that are replayed, fewer where one needs no more than the one before it."""
+STEPS = 12
+"""Most steps that are replayed; without carried gradients the second one ends as the first did."""
 BLAS = 32 << 20
 """Bytes of the workspace that torch allocates for cuBLAS at its first use, on Hopper; elsewhere it is smaller."""
 OTHERS = 32 << 20
@@ -49,14 +49,18 @@ class Replay:
             self.allocator.take(nbytes)
 
     def run(self) -> Allocator:
-        """Steps until they need no more; the allocator after them."""
-        before = -1
-        for _ in range(STEPS):
-            if self.allocator.reserved == before:
-                break
-            before = self.allocator.reserved
+        """Steps until they repeat themselves; the allocator after them."""
+        seen: set[Any] = set()
+        while len(seen) < STEPS and self._state() not in seen:
+            seen.add(self._state())
             self._step()
         return self.allocator
+
+    def _state(self) -> Any:
+        """All that the next step's addresses depend on: what is free, and which gradients lie where."""
+        pools = self.allocator.small, self.allocator.large
+        carried = [(slab, *(address for _, address, _ in blocks)) for slab, blocks in self._carried.items()]
+        return (*((pool.end, *pool.free) for pool in pools), *carried)
 
     def _step(self) -> None:
         for node in self.walk.graph.nodes:
