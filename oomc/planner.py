@@ -87,6 +87,7 @@ class Checked:
         cut: index of its program.
         peak: device bytes (`Projection.held`).
         host: bytes.
+        reserved, limit: of the projection.
     """
 
     cut: int
@@ -94,6 +95,8 @@ class Checked:
     peak: int
     host: int
     seconds: float
+    reserved: int = 0
+    limit: int = 0
 
 
 @dataclass
@@ -232,12 +235,15 @@ class Planner:
         for each in known:
             if (each.cut, each.plan) == (tiling[0], plan):
                 return each
-        program, projection = made(source, plan, request)
+        program = scheduled(source.program, plan, request)
+        projection = (project_reserved if request.reserves else project)(program, source.profiler)
         line = timeline.simulate(program, source.costs, request.updates, record=False)
         assert program.plan is not None
         slabs = sum(request.updates.host_bytes(s) for s in program.slabs if s.name not in plan.resident)
         host = slabs + request.updates.ring_bytes + program.plan.host_value_bytes
-        known.append(Checked(tiling[0], plan, projection.held, host, line.step_s))
+        known.append(
+            Checked(tiling[0], plan, projection.held, host, line.step_s, projection.reserved, projection.limit)
+        )
         return known[-1]
 
     def _fastest(self, known: list[Checked], request: Request) -> Checked | None:
@@ -279,7 +285,7 @@ class Planner:
             return self._planned(cuts, request, least, tilings)
         source = self.source(cuts, least.cut)
         assert source is not None
-        program, projection = made(source, least.plan, request)
+        program, projection = _made(source, least, request)
         smallest = request.in_all(projection.held)
         text = pipeline.explain_shortage(program, projection, request.in_all(request.allowed), request.sizes, smallest)
         raise BudgetError(text, smallest_device=smallest)
@@ -287,7 +293,7 @@ class Planner:
     def _planned(self, cuts: Sequence[Cut], request: Request, best: Checked, tilings: list[tuple[int, Any]]) -> Planned:
         source = self.source(cuts, best.cut)
         assert source is not None
-        program, projection = made(source, best.plan, request)
+        program, projection = _made(source, best, request)
         # the quick evaluation knows of what is allocated only
         allowed = None if request.allowed is None else request.allowed - (projection.held - projection.peak)
 
@@ -326,10 +332,11 @@ def scheduled(bare: Program, plan: Plan, request: Request) -> Program:
     return pipeline.with_plan(bare, pipeline.chosen(plan), verify=request.verify)
 
 
-def made(source: Source, plan: Plan, request: Request) -> tuple[Program, Projection]:
-    """The scheduled program of a plan, and its projection."""
-    program = scheduled(source.program, plan, request)
-    return program, (project_reserved if request.reserves else project)(program, source.profiler)
+def _made(source: Source, checked: Checked, request: Request) -> tuple[Program, Projection]:
+    """The scheduled program of a plan that was checked, and its projection."""
+    program = scheduled(source.program, checked.plan, request)
+    projection = project(program, source.profiler)
+    return program, replace(projection, reserved=checked.reserved, limit=checked.limit)
 
 
 def _least_host(search: Search) -> list[Found]:
