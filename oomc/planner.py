@@ -207,7 +207,7 @@ class Planner:
         instances = [self._instance(cuts, tiling, request) for tiling in tilings]
         device = request.allowed
         pinned = tuple(i for i, ok in enumerate(instances[0].movable) if ok) if request.fixed else ()
-        for _ in range(ROUNDS):
+        for turn in range(ROUNDS):
             found = Search(instances, device, request.host, pinned).best(CHECKED)
             if not found and pinned:
                 pinned = ()
@@ -216,15 +216,16 @@ class Planner:
                 if request.host is None:
                     return
                 found = _least_host(Search(instances, device))
-            over = 0
+            overs: list[int] = []
             for each in found:
                 checked = self._check(cuts, request, tilings[each.index], each.decisions, known)
-                over = max(over, checked.peak - request.allowed if request.allowed is not None else 0)
-                if over <= 0 and len(instances) * instances[0].blocks <= 4:
+                overs.append(checked.peak - request.allowed if request.allowed is not None else 0)
+                if max(overs) <= 0 and len(instances) * instances[0].blocks <= 4:
                     break
-            if over <= 0 or device is None or self._fastest(known, request) is not None:
+            if max(overs, default=0) <= 0 or device is None or self._fastest(known, request) is not None:
                 return
-            device -= over
+            # how much more is reserved than is allocated differs much between plans: first a little less
+            device -= min(overs) if request.reserves and turn == 0 else max(overs)
 
     def _check(
         self, cuts: Sequence[Cut], request: Request, tiling: tuple[int, Any], d: Decisions, known: list[Checked]
