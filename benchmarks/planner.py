@@ -68,7 +68,7 @@ def request(layers: int, sizes: tuple[int, int], device: int | None, host: int |
     """A request for all slabs."""
     bare = traced(layers)[0][0]
     names = frozenset(slab.name for slab in bare.slabs)
-    return Request(sizes, device, host, Budget(device, host), UPDATES, names)
+    return Request(sizes, device, host, Budget(device, host), UPDATES, names, reserves=True)
 
 
 def plan(planner: Planner, layers: int, sizes: tuple[int, int], device: int | None, host: int | None = None) -> Planned:
@@ -113,7 +113,7 @@ def sweep(args: argparse.Namespace) -> None:
                 raise AssertionError("no step takes 1 MiB")
             except BudgetError as error:
                 least = error.smallest_device or 0
-            most = plan(planner, args.layers, sizes, None).projection.peak
+            most = plan(planner, args.layers, sizes, None).projection.held
         else:
             most = sum(UPDATES.host_bytes(s) for s in traced(args.layers)[0][0].slabs) + UPDATES.ring_bytes + 4 * GIB
             least = most // 2
@@ -122,7 +122,7 @@ def sweep(args: argparse.Namespace) -> None:
             budget = least + (most - least) * step // 39
             limits = (budget, None) if tier == "device" else (24 * GIB, budget)
             planned = plan(planner, args.layers, sizes, *limits)
-            peak = format_bytes(planned.projection.peak)
+            peak = format_bytes(planned.projection.held)
             print(f"{tier} {format_bytes(budget)}: {planned.seconds:.4f} s, peak {peak}", flush=True)
             assert planned.seconds <= last, "more memory made it slower"
             last = planned.seconds
@@ -159,9 +159,9 @@ def table(args: argparse.Namespace) -> None:
             planned = plan(planner, args.layers, sizes, device)
             took = time.perf_counter() - began
             why: Any = planned.explain()
-            left = 1 - planned.projection.peak / device
+            left = 1 - planned.projection.held / device
             print(f"{tokens} | {text} | {before:.4f} | {planned.seconds:.4f} | "
-                  f"{format_bytes(planned.projection.peak)} | {100 * left:.1f}% | {1000 * why.device_gib:.1f} ms | "
+                  f"{format_bytes(planned.projection.held)} | {100 * left:.1f}% | {1000 * why.device_gib:.1f} ms | "
                   f"{took:.1f}", flush=True)  # fmt: skip
             assert planned.program.plan is not None
             print("   ", planned.program.plan.describe(), "|", why.reason, flush=True)
@@ -182,7 +182,8 @@ def speed(args: argparse.Namespace) -> None:
             assert budget is not None
             planned = plan(planner, args.layers, sizes, budget if not again else budget * 9 // 10)
             print(f"{args.layers} layers, {text}: {time.perf_counter() - began:.1f} s{again}; step "
-                  f"{planned.seconds:.3f} s, peak {format_bytes(planned.projection.peak)}", flush=True)  # fmt: skip
+                  f"{planned.seconds:.3f} s, peak {format_bytes(planned.projection.held)}, allocated "
+                  f"{format_bytes(planned.projection.peak)}", flush=True)  # fmt: skip
 
 
 def main() -> None:

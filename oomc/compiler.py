@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,9 +26,8 @@ from oomc.simulate import Profiler, Projection
 from oomc.tune import Tuning
 
 CUDA_WORKSPACE = 192 << 20
-"""Bytes outside the step's own tensors that CUDA libraries (cuBLAS, cuDNN) may take during a step."""
-FRAGMENTATION = 0.18
-"""What the CUDA allocator reserves beyond what is allocated, as a share; 0.15 was measured (docs/RESULTS.md)."""
+"""Bytes that the process comes to hold outside of torch's allocator during a step: kernels that are loaded when they
+are first used, libraries' own. 80 to 170 MiB were measured."""
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ class Compiler:
             raise ValueError(f"the plan is for a batch of {plan.sizes}, and this one is of {sizes}")
         key = "given", sizes, plan.accumulate, updates.accumulates
         if key not in trace.plans:
-            request = self._request(sizes, self._device_allowed(), updates, frozenset(), False, plan.accumulate)
+            request = self._request(sizes, self.device_allowed(), updates, frozenset(), False, plan.accumulate)
             planned = trace.planner.given(trace.cuts(sizes, self.options.verify), request, plan)
             trace.plans[key] = self._lowered(trace, planned)
         return trace.plans[key]
@@ -298,7 +298,7 @@ class Compiler:
         options = self.options
         return Request(
             sizes, allowed, options.budget.host or self.host_memory(), options.budget, updates, resident, fixed,
-            accumulate, options.chunk_tokens, options.verify, self.in_all,
+            accumulate, options.chunk_tokens, options.verify, self.in_all, options.device.type == "cuda",
         )  # fmt: skip
 
     def _choose(
@@ -307,7 +307,7 @@ class Compiler:
     ) -> Scheduled:  # fmt: skip
         """The plan for a batch size, with what runs it; where there are others worth a try, they are tried next."""
         options = self.options
-        allowed = self._device_allowed()
+        allowed = self.device_allowed()
         shape = sizes, accumulate, updates.accumulates
         if options.device.type == "cpu" and options.budget.device is None:
             # its memory is the host's: nothing is gained by a plan for it, and everything is streamed as on a GPU
@@ -340,28 +340,25 @@ class Compiler:
             return frozenset()
         return frozenset(slab.name for slab in program.slabs)
 
-    def in_all(self, own: int) -> int:
-        """The device bytes that so many of the step's own tensors come to."""
-        if self.options.device.type != "cuda":
-            return own + self.spare
-        # one more byte, so that a budget of just this allows `own` when it is rounded down
-        return int(own * (1 + FRAGMENTATION)) + 1 + self.outside() + CUDA_WORKSPACE + self.spare
+    def in_all(self, held: int) -> int:
+        """The device bytes that the process holds with so many of the step's own (`Projection.held`)."""
+        return held + self.spare + (self.outside + CUDA_WORKSPACE if self.options.device.type == "cuda" else 0)
 
-    def _device_allowed(self) -> int:
-        """Device bytes for the step's own tensors."""
-        budget = (self.options.budget.device or self.device_memory()) - self.spare
-        if self.options.device.type != "cuda":
-            return budget
-        return int((budget - self.outside() - CUDA_WORKSPACE) / (1 + FRAGMENTATION))
+    def device_allowed(self) -> int:
+        """Device bytes that the step's own may be."""
+        return (self.options.budget.device or self.device_memory()) - self.in_all(0)
 
     def device_memory(self) -> int:
         """Bytes of the device."""
         return device_memory(self.options.device)
 
+    @cached_property
     def outside(self) -> int:
-        """Bytes that the process holds on a GPU outside of torch's allocator: its context."""
+        """Bytes that the process holds on a GPU outside of torch's allocator before the first step: its context."""
         private.use_expandable_segments()
-        torch.zeros(1, device=self.options.device)
+        # the first product lets torch allocate cuBLAS' workspace, which stays: now, and not amid a step's temporaries
+        one = torch.ones(8, 8, device=self.options.device)
+        _ = one @ one
         return cuda_usage(self.options.device).outside
 
 

@@ -46,7 +46,7 @@ from oomc.simulate import Projection
 from oomc.state import State
 from oomc.timeline import Timeline, simulate
 
-CUDA_CONTEXT = 600 << 20
+CUDA_CONTEXT = 688 << 20
 """Device bytes of a CUDA context with torch's kernels."""
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 FIRST_CUT = "partition_worksets"
@@ -196,6 +196,7 @@ class _Compiler(Compiler):
     def device_memory(self) -> int:
         return self.machine.device_memory
 
+    @cached_property
     def outside(self) -> int:
         return CUDA_CONTEXT
 
@@ -275,7 +276,7 @@ class Estimator:
             costs = self._costs.setdefault(id(cut), Costs(cut, self.machine, self._backend))
             line = simulate(program, costs, updates)
         host = state.host_needed(program, plan.resident)
-        peak = self._compiler.in_all(projection.peak)
+        peak = self._compiler.in_all(projection.held)
         device = device_rows(program, projection)
         if peak > projection.peak:
             device.append(("CUDA's own, and what its allocator reserves", "", peak - projection.peak))

@@ -24,6 +24,7 @@ from oomc.passes.choose_residency import CHUNK_TOKENS, DEFAULT, UNLIMITED, Candi
 from oomc.plan import Budget, Plan, Updates, format_bytes
 from oomc.program import Program
 from oomc.quick import Decisions, Instance
+from oomc.replay import project_reserved
 from oomc.search import Found, Search, frugal
 from oomc.simulate import Profiler, Projection, project
 
@@ -35,7 +36,7 @@ LARGE = 2048
 """Tokens of a chunk from which on products lose little."""
 NEAR = 0.98
 """The share of the smallest budget that is named at which nothing is found any more."""
-ROUNDS = 3
+ROUNDS = 5
 """How often plans are sought again with what the last ones were over budget taken off."""
 
 Cut = Callable[[], tuple[Program, Profiler] | None]
@@ -58,6 +59,7 @@ class Request:
         chunk_tokens: in each chunk, if given.
         verify: whether every pass is verified.
         in_all: what so many bytes of the step's own come to with all that the process holds.
+        reserves: it is what CUDA's allocator reserves that counts.
     """
 
     sizes: tuple[int, int]
@@ -71,6 +73,7 @@ class Request:
     chunk_tokens: int | None = None
     verify: bool = False
     in_all: Callable[[int], int] = int
+    reserves: bool = False
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -84,7 +87,9 @@ class Checked:
 
     Attributes:
         cut: index of its program.
+        peak: device bytes (`Projection.held`).
         host: bytes.
+        reserved, limit: of the projection.
     """
 
     cut: int
@@ -92,6 +97,8 @@ class Checked:
     peak: int
     host: int
     seconds: float
+    reserved: int = 0
+    limit: int = 0
 
 
 @dataclass
@@ -165,8 +172,8 @@ class Planner:
     def source(self, cuts: Sequence[Cut], cut: int) -> Source | None:
         """A cut's program with what was found about it."""
         if cut not in self._sources:
-            made = cuts[cut]()
-            self._sources[cut] = None if made is None else Source(*made, Costs(made[0], self.machine, self.backend))
+            given = cuts[cut]()
+            self._sources[cut] = None if given is None else Source(*given, Costs(given[0], self.machine, self.backend))
         return self._sources[cut]
 
     def _tilings(self, cuts: Sequence[Cut], cut: int, request: Request, tokens: Sequence[int]) -> list[tuple[int, Any]]:
@@ -204,7 +211,7 @@ class Planner:
         instances = [self._instance(cuts, tiling, request) for tiling in tilings]
         device = request.allowed
         pinned = tuple(i for i, ok in enumerate(instances[0].movable) if ok) if request.fixed else ()
-        for _ in range(ROUNDS):
+        for turn in range(ROUNDS):
             found = Search(instances, device, request.host, pinned).best(CHECKED)
             if not found and pinned:
                 pinned = ()
@@ -213,15 +220,16 @@ class Planner:
                 if request.host is None:
                     return
                 found = _least_host(Search(instances, device))
-            over = 0
+            overs: list[int] = []
             for each in found:
-                made = self._check(cuts, request, tilings[each.index], each.decisions, known)
-                over = max(over, made.peak - request.allowed if request.allowed is not None else 0)
-                if over <= 0 and len(instances) * instances[0].blocks <= 4:
+                checked = self._check(cuts, request, tilings[each.index], each.decisions, known)
+                overs.append(checked.peak - request.allowed if request.allowed is not None else 0)
+                if max(overs) <= 0 and len(instances) * instances[0].blocks <= 4:
                     break
-            if over <= 0 or device is None or self._fastest(known, request) is not None:
+            if max(overs, default=0) <= 0 or device is None or self._fastest(known, request) is not None:
                 return
-            device -= over
+            # how much more is reserved than is allocated differs much between plans: first a little less
+            device -= min(overs) if request.reserves and turn == 0 else max(overs)
 
     def _check(
         self, cuts: Sequence[Cut], request: Request, tiling: tuple[int, Any], d: Decisions, known: list[Checked]
@@ -232,14 +240,17 @@ class Planner:
         for each in known:
             if (each.cut, each.plan) == (tiling[0], plan):
                 return each
+        known.append(self._checked_plan(source, tiling[0], plan, request))
+        return known[-1]
+
+    def _checked_plan(self, source: Source, cut: int, plan: Plan, request: Request) -> Checked:
         program = scheduled(source.program, plan, request)
-        projection = project(program, source.profiler)
+        projection = (project_reserved if request.reserves else project)(program, source.profiler)
         line = timeline.simulate(program, source.costs, request.updates, record=False)
         assert program.plan is not None
         slabs = sum(request.updates.host_bytes(s) for s in program.slabs if s.name not in plan.resident)
         host = slabs + request.updates.host_fixed + program.plan.host_value_bytes
-        known.append(Checked(tiling[0], plan, projection.peak, host, line.step_s))
-        return known[-1]
+        return Checked(cut, plan, projection.held, host, line.step_s, projection.reserved, projection.limit)
 
     def _fastest(self, known: list[Checked], request: Request) -> Checked | None:
         """The fastest plan that fits the device; one that fits the host too, or what takes the least of it."""
@@ -280,22 +291,22 @@ class Planner:
             return self._planned(cuts, request, least, tilings)
         source = self.source(cuts, least.cut)
         assert source is not None
-        program = scheduled(source.program, least.plan, request)
-        projection = project(program, source.profiler)
-        smallest = request.in_all(projection.peak)
+        program, projection = _made(source, least, request)
+        smallest = request.in_all(projection.held)
         text = pipeline.explain_shortage(program, projection, request.in_all(request.allowed), request.sizes, smallest)
         raise BudgetError(text, smallest_device=smallest)
 
     def _planned(self, cuts: Sequence[Cut], request: Request, best: Checked, tilings: list[tuple[int, Any]]) -> Planned:
         source = self.source(cuts, best.cut)
         assert source is not None
-        program = scheduled(source.program, best.plan, request)
-        projection = project(program, source.profiler)
+        program, projection = _made(source, best, request)
+        # the quick evaluation knows of what is allocated only
+        allowed = None if request.allowed is None else request.allowed - (projection.held - projection.peak)
 
         def explain() -> Explanation:
             instances = [self._instance(cuts, tiling, request) for tiling in tilings]
             index = next((i for i, t in enumerate(tilings) if (t[0], dict(t[1])) == (best.cut, best.plan.chunks)), None)
-            return Explanation.of(source, instances, index, best.plan, best.peak, best.host, request.allowed,
+            return Explanation.of(source, instances, index, best.plan, projection.peak, best.host, allowed,
                                   request.host)  # fmt: skip
 
         def rivals(count: int) -> list[Planned]:
@@ -334,17 +345,15 @@ class Planner:
                     plan, accumulate=request.accumulate, keep=request.updates.keep and not request.accumulate,
                     update_bytes=request.updates.staging_bytes(plan.where) + own, slots=(), host_slots=(),
                 )  # fmt: skip
-                program = scheduled(source.program, plan, request)
-                peak = project(program, source.profiler).peak
-                if request.allowed is not None and peak > request.allowed:
-                    needed, allowed = map(request.in_all, (peak, request.allowed))
+                checked = self._checked_plan(source, cut, plan, request)
+                if request.allowed is not None and checked.peak > request.allowed:
+                    needed, allowed = map(request.in_all, (checked.peak, request.allowed))
                     raise BudgetError(
                         f"the plan does not fit the device budget: it needs {format_bytes(needed)}, and "
                         f"{format_bytes(allowed)} are allowed",
                         smallest_device=needed,
                     )
-                seconds = timeline.simulate(program, source.costs, request.updates, record=False).step_s
-                return self._planned(cuts, request, Checked(cut, plan, peak, 0, seconds), self._all(request))
+                return self._planned(cuts, request, checked, self._all(request))
         raise ValueError("the plan names values, worksets or slabs that this model's step does not have")
 
 
@@ -386,6 +395,13 @@ def scheduled(bare: Program, plan: Plan, request: Request) -> Program:
     """The program with its step graph scheduled by a plan."""
     plan = replace(plan, budget=request.budget)
     return pipeline.with_plan(bare, pipeline.chosen(plan), verify=request.verify)
+
+
+def _made(source: Source, checked: Checked, request: Request) -> tuple[Program, Projection]:
+    """The scheduled program of a plan that was checked, and its projection."""
+    program = scheduled(source.program, checked.plan, request)
+    projection = project(program, source.profiler)
+    return program, replace(projection, reserved=checked.reserved, limit=checked.limit)
 
 
 def _least_host(search: Search) -> list[Found]:

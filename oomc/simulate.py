@@ -49,10 +49,15 @@ class Output:
 
 @dataclass(frozen=True)
 class Profile:
-    """What running a form takes: most bytes at once beyond its arguments, and its results (None: no tensor)."""
+    """What running a form takes: most bytes at once beyond its arguments, and its results (None: no tensor).
+
+    The log is a meter's (oomc.runtime.meter); `numbers` says which of its storages the outputs' storages are.
+    """
 
     peak: int
     outputs: tuple[Output | None, ...]
+    log: tuple[tuple[int, int], ...] = field(default=(), repr=False)
+    numbers: tuple[int, ...] = ()
 
 
 @dataclass
@@ -97,12 +102,14 @@ class Profiler:
                 for n, spec in zip(placeholders, given or (None,) * len(placeholders), strict=True)
             ]
         owner = {a.untyped_storage()._cdata: i for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
-        with mode, Meter(granule=GRANULE) as meter, torch.no_grad():
+        log: list[tuple[int, int]] = []
+        with mode, Meter(granule=GRANULE, log=log) as meter, torch.no_grad():
             if chunk is None:
                 results: Sequence[Any] = graph(*args)
             else:
                 results = run_chunks(form, variant, graph, chunk, args, most=2)
             peak = meter.peak
+        events = tuple(log)  # before the results die
         outputs: list[Output | None] = []
         numbers: dict[int, int] = {}
         for result in results:
@@ -115,7 +122,8 @@ class Profiler:
             else:
                 number = numbers.setdefault(storage._cdata, len(numbers))
                 outputs.append(Output(Spec.of(result), storage.nbytes(), storage=number))
-        return Profile(peak, tuple(outputs))
+        born = {r.untyped_storage()._cdata: r.untyped_storage() for r in results if isinstance(r, torch.Tensor)}
+        return Profile(peak, tuple(outputs), events, tuple(meter.number(born[key]) for key in numbers))
 
     def concrete(self, val: Any, sizes: tuple[int, int], spec: Spec | None = None) -> Any:
         """A value's fake tensor with symbolic sizes replaced by numbers (call under a fake mode), laid out as given."""
@@ -145,6 +153,8 @@ class Projection:
         fixed: bytes of slots and resident tensors and inputs, in `peak` throughout.
         live: bytes of values alive after each node.
         during: most bytes (fixed included) during each node.
+        reserved: bytes that CUDA's allocator reserves for all this, where it is simulated (oomc.replay), else 0.
+        limit: the smallest limit of that allocator under which it unmaps nothing, or 0.
     """
 
     peak: int
@@ -152,6 +162,13 @@ class Projection:
     fixed: int
     live: dict[str, int]
     during: dict[str, int]
+    reserved: int = 0
+    limit: int = 0
+
+    @property
+    def held(self) -> int:
+        """What counts against a budget: what the allocator reserves, or what is allocated where none was simulated."""
+        return max(self.peak, self.reserved)
 
 
 def nbytes(val: Any, number: Any = int) -> int:
@@ -183,6 +200,7 @@ class Walk:
         self.parts: dict[fx.Node, list[Any]] = {}
         self.specs: dict[fx.Node, Spec] = {}
         self.outputs: dict[fx.Node, tuple[Output | None, ...]] = {}
+        self.profiles: dict[fx.Node, Profile] = {}
         self.holders: dict[Any, int] = {}
         self.carried = {str(n.args[1]) for n in self.graph.nodes if n.target is steps.retire_carried}
 
@@ -200,8 +218,8 @@ class Walk:
     def follow(self, carried: dict[str, int]) -> Projection:
         """The projection with so many bytes of each slab's gradients there from the step before."""
         self.holders.clear()
-        fixed = sum(self.plan.slots) + self._resident_bytes() + self.plan.update_bytes
-        last_use = self._last_uses()
+        fixed = sum(self.pieces())
+        last_use = self.last_uses()
         live_bytes = sum(carried.values())
         peak, at = fixed + live_bytes, "start"
         live: dict[str, int] = {}
@@ -226,20 +244,20 @@ class Walk:
             live[node.name] = live_bytes
         return Projection(peak, at, fixed, live, during)
 
-    def _resident_bytes(self) -> int:
-        total = 0
-        for node, spec in zip(
-            self.program.forward.graph.find_nodes(op="placeholder"), self.program.inputs, strict=True
-        ):
-            if spec.kind != "parameter":
-                total += self._round(nbytes(meta.value(node), lambda s: self.profiler.number(s, self.sizes)))
-        return total + GRANULE * len(self.program.blocks)
+    def pieces(self) -> list[int]:
+        """Bytes of each thing that is there throughout; what updates need, and slabs on the device, as one."""
+        inputs = zip(self.program.forward.graph.find_nodes(op="placeholder"), self.program.inputs, strict=True)
+        held = [
+            self._round(nbytes(meta.value(node), lambda s: self.profiler.number(s, self.sizes)))
+            for node, spec in inputs if spec.kind != "parameter"
+        ]  # fmt: skip
+        return [self.plan.update_bytes, *self.plan.slots, *held, *[GRANULE] * len(self.program.blocks)]
 
     @staticmethod
     def _round(count: int) -> int:
         return -(-count // GRANULE) * GRANULE
 
-    def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
+    def last_uses(self) -> dict[fx.Node, list[fx.Node]]:
         """For each node, the values that die with it. What leaves lives until its copy is retired or discarded."""
         position = {n: i for i, n in enumerate(self.graph.nodes)}
         (output,) = self.graph.find_nodes(op="output")
@@ -289,7 +307,7 @@ class Walk:
         args = node.args[4:] if chunked else node.args[3:]
         given = tuple(self.specs.get(a) if isinstance(a, fx.Node) else None for a in args)
         profile = self.profiler.profile(form, variant, self.sizes, chunk, given)  # type: ignore[arg-type]
-        self.outputs[node] = profile.outputs
+        self.outputs[node], self.profiles[node] = profile.outputs, profile
         parts: list[Any] = []
         for out in profile.outputs:
             if out is None:

@@ -40,6 +40,7 @@ from oomc.runtime.pool import is_worker
 from oomc.runtime.record import Recorder, Recording
 from oomc.runtime.step import StepRuntime
 from oomc.runtime.updates import StepCounts
+from oomc.simulate import Projection
 from oomc.state import State
 from oomc.timeline import simulate
 
@@ -118,6 +119,7 @@ class Step:
             assert scheduled.program.plan is not None
             if first or scheduled is not self._current:
                 state.check_host(scheduled.program, scheduled.program.plan.resident)
+                self._limit_device(scheduled.projection)
             self._take_memory(scheduled.program)
         except BaseException:
             state.accumulates &= not first
@@ -166,7 +168,6 @@ class Step:
         options, plan = self._options, program.plan
         assert plan is not None
         warn_if_single_threaded(self._state.workers)
-        self._limit_device()
         buffers = dict(self.model.named_buffers())
         residents = {s.target: buffers[s.target] for s in program.inputs if s.kind == "buffer"} | program.constants
         self._runtime = StepRuntime(
@@ -180,12 +181,16 @@ class Step:
         if self._meter is not None:
             self._meter.track(*self._runtime.residents)
 
-    def _limit_device(self) -> None:
-        """Let the allocator fail rather than exceed the device budget."""
-        device, budget = self._options.device, self._options.budget.device
-        if device.type == "cuda" and budget is not None:
-            share = (budget - cuda_usage(device).outside) / device_memory(device)
-            torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+    def _limit_device(self, projection: Projection) -> None:
+        """Let the allocator fail rather than exceed the device budget.
+
+        It compares more with its limit than it reserves, so that a limit of just the budget would make it unmap and map
+        memory in every step; the limit is what the plan needs in that comparison.
+        """
+        device = self._options.device
+        if device.type == "cuda" and self._options.budget.device is not None:
+            limit = max(self._compiler.device_allowed(), projection.limit)
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / device_memory(device)), device)
 
     def _bind(self) -> None:
         """Let whoever reads or writes the model's weights, or the optimizer's state, find what is current."""
@@ -674,7 +679,7 @@ class Step:
     def projected(self) -> int:
         """The projected device peak of the current plan, in bytes."""
         assert self._current is not None, "nothing is compiled yet"
-        return self._compiler.in_all(self._current.projection.peak)
+        return self._compiler.in_all(self._current.projection.held)
 
     @property
     def plan(self) -> Plan:

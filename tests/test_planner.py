@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from oomc import allocator, machine, pipeline, replay, timeline
 from oomc import instance as instances_of
-from oomc import machine, pipeline, timeline
 from oomc.cost import Costs
 from oomc.errors import BudgetError
 from oomc.instance import Source
@@ -116,6 +116,30 @@ def test_more_memory_never_makes_it_slower() -> None:
     planned = planner.plan([lambda: (bare, profiler)], request("plain"))
     assert planned.seconds <= last
     programs.assert_runs(planned.program, programs.model("plain"))
+
+
+def test_what_cudas_allocator_reserves_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest budget works and 2% less does not; no plan reserves more than its budget."""
+    for name, size in (("SMALL", 512), ("SMALL_PAGE", 1024), ("LARGE_PAGE", 2048)):  # as small as the program is
+        monkeypatch.setattr(allocator, name, size)
+    monkeypatch.setattr(replay, "BLAS", 0)
+    monkeypatch.setattr(replay, "OTHERS", 0)
+    cut = [lambda: (programs.bare("plain"), programs.profiler("plain"))]
+
+    def asked(device: int) -> Request:
+        return replace(request("plain", device), reserves=True, in_all=lambda held: held + 1000)
+
+    with pytest.raises(BudgetError) as error:
+        Planner(H200).plan(cut, asked(1000))
+    assert error.value.smallest_device is not None
+    least = error.value.smallest_device - 1000
+    with pytest.raises(BudgetError):
+        Planner(H200).plan(cut, asked(int(0.98 * least)))
+    for step in range(8):
+        device = least + step * least // 4
+        projection = Planner(H200).plan(cut, asked(device)).projection
+        assert projection.peak < projection.reserved == projection.held <= device
+        assert projection.limit > projection.peak
 
 
 def test_a_host_budget_moves_slabs_to_the_device() -> None:
