@@ -35,6 +35,7 @@ class Meter(TorchDispatchMode):
     Args:
         bodies: overload -> a callable body with an attribute `traceable`; None for those of `oomc.opdef`.
         granule: bytes that an allocator rounds each storage up to.
+        log: takes what happens, in order: (number of a storage, its bytes) at its birth, (number, 0) at its death.
 
     Attributes:
         current: bytes held now.
@@ -42,7 +43,9 @@ class Meter(TorchDispatchMode):
         peak_op: name of the operation whose result made the peak.
     """
 
-    def __init__(self, bodies: Mapping[Any, Any] | None = None, granule: int = 1) -> None:
+    def __init__(
+        self, bodies: Mapping[Any, Any] | None = None, granule: int = 1, log: list[tuple[int, int]] | None = None
+    ) -> None:
         super().__init__()
         self.current = 0
         self.peak = 0
@@ -51,6 +54,7 @@ class Meter(TorchDispatchMode):
         self._bodies = _registered_bodies() if bodies is None else bodies
         # weak keys: what is held here must not hold the storage
         self._live: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._log, self._numbers = log, 0
 
     def track(self, *tensors: torch.Tensor) -> None:
         """Count the storages of `tensors` too, from now until they die."""
@@ -62,12 +66,20 @@ class Meter(TorchDispatchMode):
         self.peak = self.current
         self.peak_op = ""
 
+    def number(self, storage: torch.UntypedStorage) -> int:
+        """The number of a storage in the log."""
+        number: int = self._live[storage]
+        return number
+
     def _add(self, storage: torch.UntypedStorage, name: str) -> None:
         if storage in self._live:
             return
         nbytes = -(-int(storage.nbytes()) // self._granule) * self._granule
-        self._live[storage] = nbytes
-        weakref.finalize(storage, _forget, weakref.ref(self), nbytes).atexit = False
+        self._live[storage] = number = self._numbers
+        self._numbers += 1
+        if self._log is not None:
+            self._log.append((number, nbytes))
+        weakref.finalize(storage, _forget, weakref.ref(self), number, nbytes).atexit = False
         self.current += nbytes
         if self.current > self.peak:
             self.peak, self.peak_op = self.current, name
@@ -98,10 +110,12 @@ class Meter(TorchDispatchMode):
         return metered
 
 
-def _forget(meter: weakref.ref[Meter], nbytes: int) -> None:
+def _forget(meter: weakref.ref[Meter], number: int, nbytes: int) -> None:
     held = meter()
     if held is not None:
         held.current -= nbytes
+        if held._log is not None:
+            held._log.append((number, 0))
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
