@@ -4,6 +4,10 @@ Found are `scaled_dot_product_attention` and matmul-softmax-matmul. Masks that a
 become options (match_mask.py says how that is decided), key-value heads are no longer expanded, and with the masks
 every tensor of size S x S leaves the graph. Anything else (a bias, an unknown mask, dropout of weights) stays.
 
+q, k and v come to lie as [B, S, H, D], each in memory of its own, as their gradients will: so these can be written
+there (oomc.in_place). That is a copy where a model concatenates by heads or projects all three at once, made where the
+tensors are: in chunks of tokens.
+
 Before (q of 4 heads, k and v of 2):
 
     %le = aten.le.Tensor(%key, %query)
@@ -26,9 +30,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from oomc import meta
+from oomc import meta, private
 from oomc.attention import attention
-from oomc.fxutil import erase_dead, insert_call
+from oomc.fxutil import erase_dead, insert_call, memory_of
 from oomc.match import Concrete, Unknown, movement_chain, repropagate, same_size, symbols, user_name
 from oomc.passes.match_attention import Attention, Operand, anchors, match
 from oomc.passes.match_mask import Mask, Term, decide
@@ -66,9 +70,11 @@ class RewriteAttention:
             new.add(_replace(graph, found, mask, segments))
         if left:
             program.notes["attention"] = left
-        if not new:
+        if new:
+            repropagate(graph, new)
+        copied = [_lay_out(graph, node) for node in graph.find_nodes(op="call_function", target=attention)]
+        if not new and not any(copied):
             return PassResult(program, False)
-        repropagate(graph, new)
         erase_dead(graph)
         program.forward.recompile()
         return PassResult(program, True)
@@ -98,6 +104,35 @@ def _replace(graph: fx.Graph, found: Attention, mask: Mask, segments: dict[fx.No
     old.replace_all_uses_with(out)
     graph.erase_node(old)
     return out
+
+
+def _lay_out(graph: fx.Graph, node: fx.Node) -> bool:
+    """Let q, k and v lie as [B, S, H, D], each in memory of its own; whether one did not."""
+    changed = False
+    seen: set[fx.Node | None] = set()
+    for index in range(3):
+        operand = node.args[index]
+        assert isinstance(operand, fx.Node)
+        memory = memory_of(operand)
+        if _lies_heads_inside(meta.value(operand)) and memory not in seen:
+            seen.add(memory)
+            continue
+        with graph.inserting_before(node):
+            inside = insert_call(graph, aten.transpose.int, (operand, 1, 2), like=operand)
+            own = insert_call(
+                graph, aten.clone.default, (inside,), like=operand, kwargs={"memory_format": torch.contiguous_format}
+            )
+            node.update_arg(index, insert_call(graph, aten.transpose.int, (own, 1, 2), like=operand))
+        changed = True
+    return changed
+
+
+def _lies_heads_inside(x: torch.Tensor) -> bool:
+    """Whether [B, H, S, D] fills memory as [B, S, H, D]."""
+    b, h, s, d = map(private.expression, x.shape)
+    strides = [private.expression(stride) for stride in x.stride()]
+    expected = [h * s * d, d, h * d, 1]
+    return all(size == 1 or own == wanted for size, own, wanted in zip((b, h, s, d), strides, expected, strict=True))
 
 
 def _operand(graph: fx.Graph, operand: Operand, like: fx.Node) -> fx.Node:
