@@ -201,7 +201,8 @@ def _worksets(program: Program) -> str:
         first = worksets[0]
         chunk = program.plan.chunks.get(first.name)
         pieces = "whole" if chunk in (None, sizes) else f"{chunk[0]} x {chunk[1]}"
-        rows.append((first.name, f"{len(worksets)} x", first.chunk or "-", pieces))
+        kind = first.chunk + (", in order" if program.forms[first.form].carries else "")
+        rows.append((first.name, f"{len(worksets)} x", kind or "-", pieces))
         values = {n for n in (*first.inputs, *first.outputs) if isinstance(n, fx.Node) and n.op != "placeholder"}
         passing = sum(nbytes(meta.value(n), lambda size: profiler.number(size, sizes)) for n in values)
         for fence in first.fences:

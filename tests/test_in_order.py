@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -155,6 +156,9 @@ def test_a_hybrid_model_takes_no_more_than_is_projected(sizes: tuple[int, int]) 
     step = compiled(tiny.build("qwen3_next"), tokens(*sizes), like=("in order",), chunk_tokens=64)
     for _ in range(2):
         step(**tokens(*sizes))
-    figures = step.metrics
+    figures, report = step.metrics, str(step.report())
     step.close()
+    assert re.search(r"model.layers.0/0 +3 x +tokens, in order +1 x 64", report)
+    mixing = report.partition("tokens are mixed in")[2].partition("\n\n")[0]
+    assert "model.layers.3/1" in mixing and not re.search(r"layers.[012]/", mixing)  # only full attention
     assert 0.8 * figures["device_projected"] <= figures["device_peak"] <= figures["device_projected"]
