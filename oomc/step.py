@@ -90,7 +90,7 @@ class Step:
         self._steps = 0
         self._skipped = 0
         self._replans = 0
-        self._watched: Scheduled | None = None
+        self._watched: tuple[Scheduled | None, int] = (None, 0)
         self._broken = self._closed = self._warned = self._recording = False
 
     # -- compiling ------------------------------------------------------------------------------------------------
@@ -331,13 +331,15 @@ class Step:
         return True
 
     def _watch(self, scheduled: Scheduled, retries: int) -> None:
-        """Where a plan's first step came to the end of its memory, plan again before a later one dies of it."""
-        if scheduled is self._watched:
-            return
-        self._watched = scheduled
+        """Where a plan's first two steps came to the end of their memory, plan again before a later one dies of it.
+
+        In the first one the allocator may also flush what another plan has left.
+        """
+        plan, steps = self._watched
+        self._watched = scheduled, steps + 1 if plan is scheduled else 1
         budget, peak = self._options.budget.device, self._last["device_peak"]
-        flushed = _allocation_retries(self._options.device) > retries
-        if flushed or (budget is not None and peak > budget):
+        flushed = _allocation_retries(self._options.device) > retries and self._watched[1] == 2
+        if self._watched[1] <= 2 and (flushed or (budget is not None and peak > budget)):
             self._retreat()
 
     def _run_once(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], accumulate: bool) -> torch.Tensor:
@@ -468,14 +470,16 @@ class Step:
             raise OomcError("the step is closed, and its optimizer's state is gone; compile the model again")
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients accumulated since the last update, as fp32 copies by parameter name.
+        """The gradients accumulated since the last update, as fp32 copies on the host by parameter name.
 
         Each micro-batch's gradient is multiplied by its number of valid labels, where the loss shows it: this is the
         gradient of the summed loss of the window.
         """
         self.synchronize()
         return {
-            name: slab.kept.tensor(start, stop).view(slab.layout.place(name).spec.shape).float().clone()
+            name: slab.kept.tensor(start, stop)
+            .view(slab.layout.place(name).spec.shape)
+            .to("cpu", torch.float32, copy=True)
             for slab in self._state.slabs
             if slab.kept is not None
             for name, (start, stop) in slab.layout.gradient_ranges.items()
@@ -679,7 +683,7 @@ class Step:
     def projected(self) -> int:
         """The projected device peak of the current plan, in bytes."""
         assert self._current is not None, "nothing is compiled yet"
-        return self._compiler.in_all(self._current.projection.held)
+        return self._compiler.in_all(self._current.projection.held) - self._compiler.spare
 
     @property
     def plan(self) -> Plan:

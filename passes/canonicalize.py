@@ -39,7 +39,7 @@ from oomc.errors import CaptureError, UnsupportedError
 from oomc.functionalize import functionalize
 from oomc.fxutil import append_placeholder, erase_dead, insert_call
 from oomc.loss import note_loss
-from oomc.match import repropagate
+from oomc.match import argument, repropagate
 from oomc.program import InputSpec, PassResult, Program
 
 aten = torch.ops.aten
@@ -75,8 +75,8 @@ class Canonicalize:
         while inline_regions(module):
             changed = True
         steps: tuple[Callable[[Program], bool], ...] = (
-            drop_asserts, drop_no_ops, functionalize, count_by_comparison, split_mean_losses, note_loss,
-            count_dropout,
+            drop_asserts, drop_no_ops, spell_out_repeats, functionalize, count_by_comparison, split_mean_losses,
+            note_loss, count_dropout,
         )  # fmt: skip
         for step in steps:
             changed |= step(program)
@@ -141,6 +141,28 @@ def drop_asserts(program: Program) -> bool:
                 conditions.append(private.expression(meta.value(node.args[0])))
             program.forward.graph.erase_node(node)
             changed = True
+    return changed
+
+
+def spell_out_repeats(program: Program) -> bool:
+    """Write `repeat_interleave` by a number as the movement that it is: unsqueeze, expand and reshape."""
+    graph, changed = program.forward.graph, False
+    for node in graph.find_nodes(op="call_function", target=aten.repeat_interleave.self_int):
+        source, times, dim = node.args[0], node.args[1], argument(node, 2, "dim")
+        if not isinstance(times, int) or dim is None or node.kwargs.get("output_size") is not None:
+            continue
+        shape = list(meta.value(source).shape)
+        dim %= len(shape)
+        with graph.inserting_before(node):
+            new = insert_call(graph, aten.unsqueeze.default, (source, dim + 1), like=node)
+            sizes = [-1] * (len(shape) + 1)
+            sizes[dim + 1] = times
+            new = insert_call(graph, aten.expand.default, (new, sizes), like=node)
+            new = insert_call(graph, aten.clone.default, (new,), {"memory_format": torch.contiguous_format}, like=node)
+            new = insert_call(graph, aten.flatten.using_ints, (new, dim, dim + 1), like=node)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        changed = True
     return changed
 
 
@@ -251,8 +273,8 @@ def is_random(node: fx.Node) -> bool:
     op = node.target
     if not isinstance(op, torch._ops.OpOverload):
         return False
-    for index, argument in enumerate(op._schema.arguments):
-        if argument.name == "dropout_p":
+    for index, formal in enumerate(op._schema.arguments):
+        if formal.name == "dropout_p":
             given = node.args[index] if index < len(node.args) else node.kwargs.get("dropout_p", 0.0)
             return bool(given != 0.0)
     return torch.Tag.nondeterministic_seeded in op.tags

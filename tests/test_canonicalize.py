@@ -255,3 +255,32 @@ def test_in_place_programs_keep_their_numbers(chain: list[tuple[str, int]]) -> N
 def test_a_view_of_a_written_value_sees_the_next_write() -> None:
     """y.add_(2.5); v = y.reshape(4, 4); y.mul_(2.5): v has been multiplied too."""
     keeps_numbers([("add_", 0), ("view", 1), ("mul_", 0)])
+
+
+class Repeats(nn.Module):
+    """Repeats heads, with the dimension from either end."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim, self.weight = dim, nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        heads = x.repeat_interleave(3, dim=self.dim) * torch.arange(x.shape[self.dim] * 3, device=x.device).view(
+            *(-1 if d == self.dim % 4 else 1 for d in range(4))
+        )
+        return F.cross_entropy((heads.sum(3) * self.weight.repeat(heads.shape[2] // 3)).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("dim", [2, 3, -2])
+def test_repeats_by_a_number_are_movement(dim: int) -> None:
+    model = Repeats(dim)
+    batch = {"x": torch.randn(2, 5, 3, 4), "labels": torch.randint(0, 3, (2, 5))}
+    program = capture(model, Batch.bind(model, (), batch))
+    names = [n.target for n in program.forward.graph.nodes]
+    assert aten.repeat_interleave.self_int in names
+    made = Canonicalize()(program).program
+    assert aten.repeat_interleave.self_int not in [n.target for n in made.forward.graph.nodes]
+    verify_program(made, "canonicalize")
+    inputs = {"parameter": model.weight, **batch}
+    args = [inputs.get(s.target, inputs["parameter"]) for s in made.inputs]
+    torch.testing.assert_close(made.forward(*args)[0], model(**batch))
