@@ -36,6 +36,8 @@ LARGE = 2048
 """Tokens of a chunk from which on products lose little."""
 NEAR = 0.98
 """The share of the smallest budget that is named at which nothing is found any more."""
+UNUSED = 0.02
+"""The share of the device that may be set aside for an allocator and not be used, before plans are sought again."""
 ROUNDS = 5
 """How often plans are sought again with what the last ones were over budget taken off."""
 
@@ -207,29 +209,41 @@ class Planner:
     def _seek(
         self, cuts: Sequence[Cut], request: Request, tilings: list[tuple[int, Any]], known: list[Checked]
     ) -> None:
-        """Search among tilings, and check the best."""
+        """Search among tilings, and check the best, until the best one fits.
+
+        What a plan takes beyond the quick estimate depends on the gradients that it holds most of all: they lie between
+        temporaries, where an allocator cannot use the space around them. So it is learned for each such choice.
+        """
         instances = [self._instance(cuts, tiling, request) for tiling in tilings]
         device = request.allowed
         pinned = tuple(i for i, ok in enumerate(instances[0].movable) if ok) if request.fixed else ()
-        for turn in range(ROUNDS):
-            found = Search(instances, device, request.host, pinned).best(CHECKED)
+        more: dict[int, int] = {}
+        for _ in range(ROUNDS):
+            found = Search(instances, device, request.host, pinned, more=more).best(CHECKED)
             if not found and pinned:
                 pinned = ()
                 continue
             if not found:
                 if request.host is None:
                     return
-                found = _least_host(Search(instances, device))
-            overs: list[int] = []
-            for each in found:
+                found = _least_host(Search(instances, device, more=more))
+            used, more = more, dict(more)
+            best_fits = False
+            for place, each in enumerate(found):
                 checked = self._check(cuts, request, tilings[each.index], each.decisions, known)
-                overs.append(checked.peak - request.allowed if request.allowed is not None else 0)
-                if max(overs) <= 0 and len(instances) * instances[0].blocks <= 4:
-                    break
-            if max(overs, default=0) <= 0 or device is None or self._fastest(known, request) is not None:
+                if device is None:
+                    return
+                hold, beyond = each.decisions.hold, max(0, checked.peak - each.outcome.device)
+                fits = checked.peak <= device
+                best_fits |= fits and place == 0
+                if not fits:
+                    more[hold] = max(more.get(hold, 0), beyond)
+                elif used.get(hold, 0) - beyond > UNUSED * device:  # more was set aside for it than it needs
+                    more[hold] = beyond
+                if best_fits and len(instances) * instances[0].blocks <= 4:
+                    return
+            if best_fits and more == used:
                 return
-            # how much more is reserved than is allocated differs much between plans: first a little less
-            device -= min(overs) if request.reserves and turn == 0 else max(overs)
 
     def _check(
         self, cuts: Sequence[Cut], request: Request, tiling: tuple[int, Any], d: Decisions, known: list[Checked]

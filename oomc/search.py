@@ -14,7 +14,7 @@ contradicts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -53,6 +53,7 @@ class Search:
         device, host: bytes that may be taken, None for any.
         pinned: slabs that stay on the device.
         prefetches, holds: what these may be (`holds` None: HOLD, and as many as there are blocks).
+        more: device bytes beside the instance's, by how much gradient is held: what an allocator reserves for it.
     """
 
     instances: Sequence[Instance]
@@ -61,6 +62,7 @@ class Search:
     pinned: Collection[int] = ()
     prefetches: Sequence[int] = PREFETCH
     holds: Sequence[int] | None = None
+    more: Mapping[int, int] = field(default_factory=dict)
     evaluations: int = 0
     _classes: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
@@ -79,7 +81,7 @@ class Search:
         """Whether both budgets hold."""
         if self.host is not None and instance.host_bytes(d) > self.host:
             return False
-        return self.device is None or instance.device_bytes(d) <= self.device
+        return self._fits_device(instance, d)
 
     # -- the grid -------------------------------------------------------------------------------------------------
 
@@ -136,7 +138,10 @@ class Search:
         return result
 
     def _fits_device(self, instance: Instance, d: Decisions) -> bool:
-        return self.device is None or instance.device_bytes(d) <= self.device
+        return self.device is None or self._held(instance, d) <= self.device
+
+    def _held(self, instance: Instance, d: Decisions) -> int:
+        return instance.device_bytes(d) + self.more.get(d.hold, 0)
 
     def repaired(self) -> list[Found]:
         """What fits although nothing uniform does: single changes that bring it nearer to both budgets."""
@@ -165,7 +170,7 @@ class Search:
         """By how much the budgets are exceeded, as shares of them."""
         over = 0.0
         if self.device is not None:
-            over += max(0.0, instance.device_bytes(d) / self.device - 1)
+            over += max(0.0, self._held(instance, d) / self.device - 1)
         if self.host is not None:
             over += max(0.0, instance.host_bytes(d) / self.host - 1)
         return over
@@ -193,7 +198,7 @@ class Search:
             self.evaluations += 1
             if outcome.score >= limit:
                 continue
-            if not self._within(outcome):
+            if not self._within(outcome, d):
                 beyond.append((outcome.score, d))
             elif best is None or outcome.score < best.outcome.score:
                 best = Found(now.index, d, outcome)
@@ -212,8 +217,8 @@ class Search:
                 return best
         return None
 
-    def _within(self, outcome: Outcome) -> bool:
-        return (self.device is None or outcome.device <= self.device) and (
+    def _within(self, outcome: Outcome, d: Decisions) -> bool:
+        return (self.device is None or outcome.device + self.more.get(d.hold, 0) <= self.device) and (
             self.host is None or outcome.host <= self.host
         )
 
