@@ -3,7 +3,7 @@
     python -m oomc calibrate
     python benchmarks/cells.py --layers 4 --cells 4x4096@13GiB,16x4096@24GiB --plans 12
 
-A cell is batch x sequence @ device budget. With `--plans`, the steps of so many plans that a person would try instead
+A cell is batch x sequence @ device budget. With `--plans`, for the first `--tried` cells the steps of so many plans that a person would try instead
 are timed after it: the chosen plan with other prefetching, more or fewer gradients held, other updaters, everything
 kept or recomputed, fewer slabs on the device, other chunks. Those that do not fit the budget are left out. The chosen
 plan is timed again at the end, since what else the machine does moves the times.
@@ -32,7 +32,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--cells", default="4x4096@13GiB")
-    parser.add_argument("--plans", type=int, default=0, help="other plans to run for each cell")
+    parser.add_argument("--plans", type=int, default=0, help="other plans to run for a cell")
+    parser.add_argument("--tried", type=int, default=2, help="for how many of the cells, the first ones")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
@@ -46,7 +47,8 @@ def main() -> None:
     host = HostMeter()
     model = build_model(args.layers, 0, torch.bfloat16, tiny=args.tiny)
     with host:
-        for cell in args.cells.split(","):
+        for index, cell in enumerate(args.cells.split(",")):
+            args.plans *= index < args.tried
             sizes, budget = cell.split("@")
             batch, seq = map(int, sizes.split("x"))
             print(json.dumps(run(model, batch, seq, budget, host, device, args)), flush=True)
@@ -111,7 +113,7 @@ def others(
             break
         try:
             step.use_plan(plan, **example)
-            found.append({"what": name, "step_s": measured(step, stream, 1, 3, device)})
+            found.append({"what": name, "step_s": measured(step, stream, 1, 2, device)})
         except oomc.BudgetError:
             continue
     step.use_plan(chosen, **example)
