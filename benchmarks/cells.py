@@ -3,10 +3,10 @@
     python -m oomc calibrate
     python benchmarks/cells.py --layers 4 --cells 4x4096@13GiB,16x4096@24GiB --plans 12
 
-A cell is batch x sequence @ device budget. With `--plans`, for the first `--tried` cells the steps of so many plans that a person would try instead
-are timed after it: the chosen plan with other prefetching, more or fewer gradients held, other updaters, everything
-kept or recomputed, fewer slabs on the device, other chunks. Those that do not fit the budget are left out. The chosen
-plan is timed again at the end, since what else the machine does moves the times.
+A cell is batch x sequence @ device budget. With `--plans`, steps of so many plans that a person would try instead are
+timed after each of the first `--tried` cells: the chosen plan with other prefetching, more or fewer gradients held,
+other updaters, everything kept or recomputed, fewer slabs on the device, other chunks. Those that do not fit the budget
+are left out. The chosen plan is timed again at the end, since what else the machine does moves the times.
 """
 
 from __future__ import annotations
