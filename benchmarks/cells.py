@@ -64,7 +64,7 @@ def run(
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     step = oomc.compile(model, oomc.Budget(budget), optimizer=optimizer, example=example, device=device, tune=0)
     compile_s = time.perf_counter() - began
-    host.peak = 0
+    host.restart()
     seconds = measured(step, stream, args.warmup, args.steps, device)
     figures, metrics, chosen = step.report().data, step.metrics, step.plan
     projected = figures["timeline"]["step_s"]

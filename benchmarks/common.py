@@ -145,6 +145,7 @@ class HostMeter:
         self.base = self.process.memory_info().rss
         self.peak = 0
         self.interval = interval
+        self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -152,6 +153,11 @@ class HostMeter:
     def now(self) -> int:
         """Bytes at this moment."""
         return self.process.memory_info().rss - self.base
+
+    def restart(self) -> None:
+        """Forget the peak so far."""
+        with self._lock:
+            self.peak = 0
 
     def __enter__(self) -> HostMeter:
         self._thread.start()
@@ -163,7 +169,8 @@ class HostMeter:
 
     def _watch(self) -> None:
         while not self._stop.wait(self.interval):
-            self.peak = max(self.peak, self.now)
+            with self._lock:
+                self.peak = max(self.peak, self.now)
 
 
 def synchronize(device: torch.device) -> None:

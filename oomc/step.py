@@ -119,6 +119,7 @@ class Step:
             assert scheduled.program.plan is not None
             if first or scheduled is not self._current:
                 state.check_host(scheduled.program, scheduled.program.plan.resident)
+                self._make_room(scheduled.projection)
                 self._limit_device(scheduled.projection)
             self._take_memory(scheduled.program)
         except BaseException:
@@ -180,6 +181,14 @@ class Step:
         self._ender = weakref.finalize(self, _close, self._runtime)
         if self._meter is not None:
             self._meter.track(*self._runtime.residents)
+
+    def _make_room(self, projection: Projection) -> None:
+        """Give back what the allocator keeps of earlier plans, or of other steps, where it would not fit the budget."""
+        device = self._options.device
+        if device.type == "cuda":
+            kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            if kept + projection.held > self._compiler.device_allowed():
+                torch.cuda.empty_cache()
 
     def _limit_device(self, projection: Projection) -> None:
         """Let the allocator fail rather than exceed the device budget.
@@ -629,6 +638,7 @@ class Step:
             if self._attachment is not None:
                 self._attachment.remove()
             _free_device(self._options.device)
+            _empty_cache(self._options.device)
 
     # -- looking --------------------------------------------------------------------------------------------------
 
