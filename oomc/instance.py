@@ -7,6 +7,7 @@ whole steps (oomc.simulate.Walk).
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -175,7 +176,7 @@ def _repeated(keys: list[Any]) -> tuple[int, int, int]:
 
 @dataclass
 class _Walked:
-    """One level of a reduced program."""
+    """One level of a reduced program; `late` is of each level that computes the same."""
 
     forward: Array
     backward: Array
@@ -190,6 +191,7 @@ class _Walked:
     grads: Array
     parts: list[dict[str, list[str]]]
     fixed: int
+    late: dict[int, tuple[Array, Array, Array]]
 
 
 class _Extraction:
@@ -220,7 +222,15 @@ class _Extraction:
         # only read, never run: it needs no module
         program = replace(self.program, step=cast(Any, SimpleNamespace(graph=graph)), plan=plan)
         program = OverwriteValues()(InsertRecompute()(InsertChunks()(program).program).program).program
-        return _look(program, self.source.profiler, self.source.costs)
+        return _look(program, self.source.profiler, self.source.costs, self._away(level))
+
+    def _away(self, walked: int) -> dict[int, dict[str, int]]:
+        """For each level that computes as `walked` does, the values that are on the host, and their bytes."""
+        found = {}
+        for level in (level for level, same in enumerate(_WALKED) if same == walked):
+            kinds = {"fence": _FENCE[level], "beside": _FENCE[level], "rest": _REST[level]}
+            found[level] = {v.name: v.leaves for v in self.values if kinds.get(v.kind) == "offload" and v.leaves}
+        return found
 
     def instance(self, movable: frozenset[str]) -> Instance:
         """See `Source.instance`."""
@@ -296,6 +306,7 @@ class _Extraction:
             fixed=float(walks[0].fixed + GRANULE * (n - count)), staging=float(updates.staging_bytes("both")),
             host_fixed=float(updates.host_fixed), rates=rates_of(self.source.costs.machine, moved, grad),
             accumulate=self.accumulate, wheres=("host", "both") if updates.where == "both" else (updates.where,),
+            late=tuple(np.stack([w.late[level][i] for level, w in enumerate(walks)], 1)[at] for i in range(3)),
             **per_level,
         )  # fmt: skip
 
@@ -304,8 +315,11 @@ def _put(row: Array, items: list[int]) -> None:
     row[: len(items)] = items
 
 
-def _look(program: Program, profiler: Profiler, costs: Costs) -> _Walked:
-    """Walk a step graph whose gradients leave at once and whose weights need no memory."""
+def _look(program: Program, profiler: Profiler, costs: Costs, away: dict[int, dict[str, int]]) -> _Walked:
+    """Walk a step graph whose gradients leave at once and whose weights need no memory.
+
+    `away` are, for each level that this is the walk of, bytes of values that come back right before their first use.
+    """
     assert program.step is not None and program.plan is not None
     graph, sizes, n = program.step.graph, program.plan.sizes, len(program.blocks)
     walk = Walk(program, profiler)
@@ -329,7 +343,9 @@ def _look(program: Program, profiler: Profiler, costs: Costs) -> _Walked:
     for b in range(n):
         other[b] = max(0.0, (ends[b - 1] if b else 0) - before[b])
     sunk = np.zeros(n)
-    for node in graph.nodes:
+    late = {level: (np.zeros(n), np.zeros(n), np.zeros(n)) for level in away}
+    returns = {level: _returns(graph, n, values) for level, values in away.items()}
+    for position, node in enumerate(graph.nodes):
         if node.op != "call_function":
             continue
         note = meta.note(node)
@@ -342,18 +358,33 @@ def _look(program: Program, profiler: Profiler, costs: Costs) -> _Walked:
             continue
         backward[b] += seconds
         need = during - before[b]
-        bwd_need[b] = max(bwd_need[b], need)
+        held = sunk[b]
         if node.target is steps.gradients:
             sunk[b] += sum(walk.bytes[s] for g in node.args[3] for s in walk.storages.get(g, ()))
             parts[b].setdefault(str(node.args[1]), []).extend(node.args[2])
             grads[b] = sunk[b]
-            bwd_rest[b] = max(bwd_rest[b], need)
-        elif sunk[b]:
-            bwd_rest[b] = max(bwd_rest[b], need + sunk[b])
-        else:
-            bwd_first[b] = max(bwd_first[b], need)
+            held = 0.0
+        needs = [((bwd_need, bwd_first, bwd_rest), need)]
+        for level, arrays in late.items():
+            needs.append((arrays, need - sum(size for at, size in returns[level][b] if at > position)))
+        for (whole, first, then), own in needs:
+            whole[b] = max(whole[b], own)
+            (then if sunk[b] else first)[b] = max((then if sunk[b] else first)[b], own + held)
     return _Walked(forward, backward, uses, uses_back, made, other, fwd_need, bwd_need, bwd_first, bwd_rest, grads,
-                   parts, projection.fixed)  # fmt: skip
+                   parts, projection.fixed, late)  # fmt: skip
+
+
+def _returns(graph: fx.Graph, n: int, values: dict[str, int]) -> list[list[tuple[int, int]]]:
+    """For each block, the places of its values' first uses in the backward, with their bytes."""
+    found: list[list[tuple[int, int]]] = [[] for _ in range(n)]
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        note = meta.note(node)
+        if note.phase == "forward" and note.source in values and node.target is operator.getitem:
+            uses = [order[user] for user in node.users if meta.note(user).phase != "forward" and user.op != "output"]
+            if uses:
+                found[note.block].append((min(uses), values[note.source]))
+    return found
 
 
 def _made(walk: Walk, graph: fx.Graph, n: int) -> Array:

@@ -88,6 +88,8 @@ class Instance:
         rates: of the machine, as the kernel takes them.
         accumulate: the step only sums gradients.
         wheres: who may update.
+        late: bwd_need, bwd_first and bwd_rest where values come back from the host right before their first use, as
+            they do without prefetching; None where that is no less.
     """
 
     levels: tuple[str, ...]
@@ -120,6 +122,7 @@ class Instance:
     rates: Array
     accumulate: bool = False
     wheres: tuple[Where, ...] = ("host",)
+    late: tuple[Array, ...] | None = None
     known: dict[Decisions, Outcome] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -160,12 +163,14 @@ class Instance:
         return np.array(d.level, np.int64), np.array(d.away, np.bool_), np.array(d.resident, np.bool_)
 
     def _device(self, d: Decisions, level: Array, away: Array, resident: Array) -> int:
+        needs = (self.bwd_need, self.bwd_first, self.bwd_rest)
+        if d.prefetch == 0 and self.late is not None:
+            needs = self.late
         return int(
             quick_memory.device_bytes(
                 self.blocks, self.fixed, self.staging, self.uses, self.uses_back, self.weight, self.home, self.kind,
                 self.part_slab, self.own_grad, self.device, self.inner, self.bound, self.other, self.fwd_need,
-                self.bwd_need, self.bwd_first, self.bwd_rest, level, away, resident, d.prefetch, d.hold,
-                WHERE.index(d.where), self.accumulate,
+                *needs, level, away, resident, d.prefetch, d.hold, WHERE.index(d.where), self.accumulate,
             )
         )  # fmt: skip
 
