@@ -48,6 +48,9 @@ FUSED = frozenset({
 })  # fmt: skip
 """Operators that Inductor fuses, beside the pointwise ones."""
 
+PARTS = frozenset({"slice", "select", "narrow", "split", "split_with_sizes", "chunk", "unbind"})
+"""Views of a part."""
+
 
 @dataclass
 class FormCost:
@@ -250,6 +253,15 @@ def _base(node: fx.Node) -> fx.Node:
     return node
 
 
+def _takes_part(node: fx.Node) -> bool:
+    """Whether a view is of a part of its base."""
+    while _base(node) is not node:
+        if node.target is operator.getitem or getattr(node.target, "_opname", "") in PARTS:
+            return True
+        node = node.args[0]  # type: ignore[assignment]
+    return False
+
+
 def _fused(graph: fx.Graph) -> list[Call]:
     """Calls with everything that touches and can be fused as one kernel."""
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "get_attr") and _base(n) is n]
@@ -282,7 +294,10 @@ def _fused(graph: fx.Graph) -> list[Call]:
             if base in group or meta.is_size(base):
                 continue
             part = node.target._opname in GATHERS and source is node.args[0]
-            reads[whole][base, part] = nbytes(meta.value(node if part else base))
+            if _takes_part(source) and not part:  # of a product for q, k and v, say
+                reads[whole][source, part] = nbytes(meta.value(source))
+            else:
+                reads[whole][base, part] = nbytes(meta.value(node if part else base))
         if _sums_tokens(node):  # a pass of its own over its input
             launches[whole] += 1
             reads[whole][node, False] = nbytes(values(node.args))

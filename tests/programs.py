@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -297,6 +298,26 @@ def run_forward(program: Program, own: nn.Module) -> tuple[Tensor, dict[str, Ten
     loss, *_ = fx.Interpreter(program.forward).run(*((known | leaves)[s.target] for s in program.inputs))
     loss.backward()
     return loss.detach(), {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}
+
+
+@contextmanager
+def sharing_results(program: Program, node: fx.Node) -> Iterator[None]:
+    """Let the forward that gives a value give a view of it as its next result; what tests share is as before then."""
+    run, index = node.args
+    assert isinstance(run, fx.Node) and isinstance(index, int)
+    forward = program.forms[str(run.args[1])].forward
+    assert forward is not None
+    (output,) = forward.graph.find_nodes(op="output")
+    before = output.args
+    results: list[Any] = list(output.args[0])
+    with forward.graph.inserting_before(output):
+        view = forward.graph.call_function(torch.ops.aten.transpose.int, (results[index], 0, 1))
+    output.args = ((*results[: index + 1], view, *results[index + 2 :]),)
+    try:
+        yield
+    finally:
+        output.args = before
+        forward.graph.erase_node(view)
 
 
 def run_eager(own: nn.Module, inputs: Mapping[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:

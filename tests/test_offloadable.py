@@ -26,13 +26,22 @@ def value(program: Program, source: str) -> torch.fx.Node:
         ("embedding", ""),
         ("getitem_16", ""),
         ("layers.0/3:saved.1", ""),
-        ("getitem", "it shares its memory with another result of its workset"),
-        ("getitem_2", "it shares its memory with another result of its workset"),
+        ("clone_default", ""),
+        ("clone_default_2", ""),
     ],
 )
 def test_values_of_the_forward(source: str, reason: str) -> None:
     program = programs.up_to("topk", "choose_residency")
     assert why_not(program, value(program, source)) == reason
+
+
+def test_results_that_share_memory_stay() -> None:
+    program = programs.up_to("topk", "choose_residency")
+    with programs.sharing_results(program, value(program, "clone_default")):
+        for source in ("clone_default", "clone_default_1"):
+            reason = "it shares its memory with another result of its workset"
+            assert why_not(program, value(program, source)) == reason
+        assert why_not(program, value(program, "clone_default_2")) == ""
 
 
 def test_what_is_no_value_of_the_forward_stays() -> None:

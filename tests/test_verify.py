@@ -563,7 +563,7 @@ def test_dropout_state_drawn_again(step: Program) -> None:
 
 
 def test_value_that_was_to_be_recomputed(step: Program) -> None:
-    backward = runs(step, "layers.0/1", "backward")
+    backward = runs(step, "layers.0/1", steps.IN_PLACE)
     rerun = next(a for a in backward.args if isinstance(a, fx.Node) and meta.note(a).phase == "recompute")
     kept = next(n for n in step.graph.nodes if meta.note(n) == replace(meta.note(rerun), phase="forward"))
     backward.replace_input_with(rerun, kept)

@@ -142,7 +142,6 @@ def leave(program: Program, node: fx.Node) -> None:
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ("shared", "it shares its memory with another result of its workset"),
         ("gradient", "it is no result of a forward workset"),
         ("weight", "it is no result of a forward workset"),
         ("input", "it is no result of a forward workset"),
@@ -154,7 +153,6 @@ def test_what_may_not_leave(what: str, reason: str) -> None:
     nodes = list(program.graph.nodes)
     (output,) = program.graph.find_nodes(op="output")
     found: dict[str, Any] = {
-        "shared": next(n for n in nodes if meta.note(n).source == "getitem"),
         "gradient": next(n for n in nodes if n.name.startswith("d_add")),
         "weight": next(iter(call(program, steps.wait).users)),
         "input": next(n for n in nodes if n.name == "input_ids"),
