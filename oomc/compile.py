@@ -69,8 +69,8 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
         backend: "eager" or "inductor" for the worksets; None for eager.
         chunk_tokens: tokens in a chunk of the worksets that run in chunks, for experiments; None: as many as fit.
         tune: how many plans the first steps of a batch shape try; the fastest stays. All are valid steps in the same
-            chunks, so that which one wins changes no number. 0: only the planned one; None: 3 on a GPU, 0 on the
-            stand-in.
+            chunks, so that which one wins changes no number (but for rounding where `backend="inductor"` compiles a
+            recomputation otherwise). 0: only the planned one; None: 3 on a GPU, 0 on the stand-in.
         seed: of dropout, whose masks depend on seed, step and position only.
         verify: check every graph's invariants after every pass.
         chaos: seed of random delays and poisoned buffers: a check of the order of everything; slow.

@@ -67,6 +67,8 @@ class Scheduled:
         seconds: of a step, as simulated; 0 where the planner did not plan.
         explain: makes the planner's explanation; None where it did not plan.
         tried: the short executions of this plan and its rivals.
+        given: by the user.
+        steps: that it has run.
     """
 
     bare: Program
@@ -76,6 +78,8 @@ class Scheduled:
     seconds: float = 0.0
     explain: Callable[[], Explanation] | None = None
     tried: Tuning | None = None
+    given: bool = False
+    steps: int = 0
 
 
 @dataclass
@@ -85,6 +89,7 @@ class Trace:
     Attributes:
         training: whether the model was in training mode.
         tuning: the batch shape whose plans are tried on real steps at present, and how that stands.
+        untried: the last plan that was made, whose rivals are made when its batch shape comes again.
         given: plans that the user has given, by sizes and whether they accumulate.
     """
 
@@ -95,6 +100,7 @@ class Trace:
     training: bool = True
     plans: dict[tuple[Any, ...], Scheduled] = field(default_factory=dict)
     tuning: tuple[tuple[Any, ...], Tuning] | None = None
+    untried: tuple[Scheduled, Planned] | None = None
     given: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
     _whole: tuple[Program, Profiler] | None = None
     _asked: bool = False
@@ -110,7 +116,7 @@ class Trace:
 
     def fresh(self) -> Trace:
         """The same trace without plans."""
-        return replace(self, plans={}, given={}, tuning=None, planner=self.planner.fresh())
+        return replace(self, plans={}, given={}, tuning=None, untried=None, planner=self.planner.fresh())
 
     def cuts(self, sizes: tuple[int, int], verify: bool) -> list[Cut]:
         """The programs that a plan may be made of."""
@@ -225,7 +231,12 @@ class Compiler:
             return tried
         known = trace.plans.get((*shape, resident)) if fixed else None
         if known is None:
-            known = self._choose(trace, sizes, updates, resident, fixed, accumulate)
+            return self._choose(trace, sizes, updates, resident, fixed, accumulate)
+        untried, trace.untried = trace.untried, None
+        if untried is not None and untried[0] is known:  # the shape comes again, so that it pays to try others
+            rivals = [self._lowered(trace, each) for each in untried[1].rivals(self.options.tune - 1)]
+            if rivals:
+                trace.tuning = shape, Tuning([known, *rivals])
         return known
 
     def _tried(self, trace: Trace, shape: tuple[Any, ...]) -> Scheduled | None:
@@ -256,21 +267,30 @@ class Compiler:
         """Plan with so many device bytes less from now on; plans that the user has given stay."""
         self.spare += nbytes
         for trace in self.traces.values():
-            trace.plans.clear()
-            trace.tuning = None
+            trace.plans = {key: plan for key, plan in trace.plans.items() if plan.given}
+            trace.tuning = trace.untried = None
 
-    def give(self, batch: Batch, plan: Plan, updates: Updates) -> Scheduled:
-        """Let a plan that the user has made be that of batches like this one.
+    def drop_rival(self, scheduled: Scheduled) -> bool:
+        """No longer try a plan; False if it is the one that was planned, or nothing is tried."""
+        return any(trace.tuning is not None and trace.tuning[1].drop(scheduled) for trace in self.traces.values())
+
+    def give(self, batch: Batch, plan: Plan, updates: Updates, check: Callable[[Scheduled], None]) -> None:
+        """Let a plan that the user has made be that of batches like this one, if `check` does not raise.
 
         Raises:
             ValueError, BudgetError: as `Planner.given`.
         """
         trace = self.trace(batch)
+        before = dict(trace.plans)
         for accumulates in (False, True):
             trace.plans.pop(("given", plan.sizes, plan.accumulate, accumulates), None)
-        made = self._given(trace, batch, plan, updates)
+        try:
+            check(self._given(trace, batch, plan, updates))
+        except BaseException:
+            trace.plans = before
+            raise
         trace.given[plan.sizes, plan.accumulate] = plan
-        return made
+        trace.tuning = trace.untried = None
 
     def _given(self, trace: Trace, batch: Batch, plan: Plan, updates: Updates) -> Scheduled:
         sizes = self.sizes(trace.bare, batch)
@@ -278,9 +298,11 @@ class Compiler:
             raise ValueError(f"the plan is for a batch of {plan.sizes}, and this one is of {sizes}")
         key = "given", sizes, plan.accumulate, updates.accumulates
         if key not in trace.plans:
-            request = self._request(sizes, self.device_allowed(), updates, frozenset(), False, plan.accumulate)
+            allowed = self.device_allowed() + self.spare
+            request = self._request(sizes, allowed, updates, frozenset(), False, plan.accumulate)
             planned = trace.planner.given(trace.cuts(sizes, self.options.verify), request, plan)
             trace.plans[key] = self._lowered(trace, planned)
+            trace.plans[key].given = True
         return trace.plans[key]
 
     def _lowered(self, trace: Trace, planned: Planned) -> Scheduled:
@@ -305,7 +327,7 @@ class Compiler:
         self, trace: Trace, sizes: tuple[int, int], updates: Updates, resident: frozenset[str], fixed: bool,
         accumulate: bool,
     ) -> Scheduled:  # fmt: skip
-        """The plan for a batch size, with what runs it; where there are others worth a try, they are tried next."""
+        """The plan for a batch size, with what runs it."""
         options = self.options
         allowed = self.device_allowed()
         shape = sizes, accumulate, updates.accumulates
@@ -321,9 +343,7 @@ class Compiler:
         request = self._request(sizes, allowed, updates, resident, fixed, accumulate)
         planned = trace.planner.plan(trace.cuts(sizes, options.verify), request)
         best = _remember(trace, shape, self._lowered(trace, planned))
-        rivals = [self._lowered(trace, each) for each in planned.rivals(options.tune - 1)] if options.tune > 1 else []
-        if rivals:
-            trace.tuning = shape, Tuning([best, *rivals])
+        trace.untried = (best, planned) if options.tune > 1 else None
         return best
 
     def planner(self) -> Planner:

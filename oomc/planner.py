@@ -130,6 +130,7 @@ class Planner:
     _sources: dict[int, Source | None] = field(default_factory=dict)
     _instances: dict[Any, Instance] = field(default_factory=dict)
     _checked: dict[Any, list[Checked]] = field(default_factory=dict)
+    _more: dict[Any, dict[int, int]] = field(default_factory=dict)
 
     def fresh(self) -> Planner:
         """One that knows the same programs and no plans."""
@@ -228,6 +229,7 @@ class Planner:
                     return
                 found = _least_host(Search(instances, device, more=more))
             used, more = more, dict(more)
+            self._more[request.key] = more
             best_fits = False
             for place, each in enumerate(found):
                 checked = self._check(cuts, request, tilings[each.index], each.decisions, known)
@@ -334,8 +336,9 @@ class Planner:
         instance = self._instance(cuts, tiling, request)
         pinned = tuple(i for i, ok in enumerate(instance.movable) if ok) if request.fixed else ()
         found: list[Checked] = []
-        for each in Search([instance], request.allowed, request.host, pinned).best(3 * count):
-            made = self._check(cuts, request, tiling, each.decisions, [])
+        more, known = self._more.get(request.key, {}), list(self._checked.get(request.key, ()))
+        for each in Search([instance], request.allowed, request.host, pinned, more=more).best(3 * count):
+            made = self._check(cuts, request, tiling, each.decisions, known)
             fits = request.allowed is None or made.peak <= request.allowed
             if fits and made.plan != best.plan and made.seconds < RIVAL * best.seconds:
                 found.append(made)
@@ -350,9 +353,14 @@ class Planner:
             ValueError: it is of another model, or does not decide about all that there is.
             BudgetError: it does not fit the device.
         """
+        wrong = ""
         for cut in range(len(cuts)):
             source = self.source(cuts, cut)
-            if source is not None and _is_for(plan, source, request):
+            if source is None:
+                continue
+            why = _why_not_for(plan, source, request)
+            wrong = wrong or why
+            if not why:
                 slabs = [slab for slab in source.program.slabs if slab.name in plan.resident]
                 own = sum(request.updates.resident_bytes(slab, request.accumulate) for slab in slabs)
                 plan = replace(
@@ -364,11 +372,11 @@ class Planner:
                     needed, allowed = map(request.in_all, (checked.peak, request.allowed))
                     raise BudgetError(
                         f"the plan does not fit the device budget: it needs {format_bytes(needed)}, and "
-                        f"{format_bytes(allowed)} are allowed",
+                        f"{format_bytes(allowed)} are allowed. Raise the budget, or give another plan",
                         smallest_device=needed,
                     )
                 return self._planned(cuts, request, checked, self._all(request))
-        raise ValueError("the plan names values, worksets or slabs that this model's step does not have")
+        raise ValueError(f"the plan is not one of this model's step: {wrong}")
 
 
 def _stages(request: Request) -> list[tuple[int, ...]]:
@@ -379,18 +387,35 @@ def _stages(request: Request) -> list[tuple[int, ...]]:
     return [large, *((t,) for t in CHUNK_TOKENS if t < LARGE)]
 
 
-def _is_for(plan: Plan, source: Source, request: Request) -> bool:
-    """Whether a plan decides about just what there is in a program, in a way that it can run."""
+def _why_not_for(plan: Plan, source: Source, request: Request) -> str:
+    """Why a plan does not decide about just what there is in a program, in a way that it can run; empty if it does."""
     program = source.program
     forms = {w.name: program.forms[w.form] for block in program.blocks for w in block.worksets}
+    values = {value.name: value for value in source.values(request.sizes)}
+    missing, unknown = values.keys() - plan.residency.keys(), plan.residency.keys() - values.keys()
+    if missing or unknown:
+        return (
+            f"it says nothing of {len(missing)} values ({', '.join(sorted(missing)[:3])}), and names {len(unknown)} "
+            f"that there are not ({', '.join(sorted(unknown)[:3])})"
+        )
+    for name, where in plan.residency.items():
+        if where == "recompute" and values[name].kind not in ("fence", "rest"):
+            return f"{name} cannot be computed again"
+        if where == "offload" and not values[name].leaves:
+            return f"{name} cannot wait on the host"
     for name, chunk in plan.chunks.items():
         if name not in forms or not forms[name].chunk or min(chunk) < 1:
-            return False
+            return f"workset {name} does not run in chunks of {chunk}"
         if forms[name].chunk == "rows" and chunk[1] < plan.sizes[1]:
-            return False
-    values = {value.name for value in source.values(request.sizes)}
-    slabs = {slab.name for slab in program.slabs}
-    return plan.residency.keys() == values and slabs.issuperset(plan.resident)
+            return f"workset {name} runs in chunks of whole rows, not of {chunk}"
+    absent = set(plan.resident) - {slab.name for slab in program.slabs}
+    if absent:
+        return f"there is no slab {', '.join(sorted(absent))}"
+    if plan.where != request.updates.where and (request.updates.where != "both" or plan.where == "device"):
+        return f"the step does not update on the {plan.where}"
+    if plan.prefetch < 0 or plan.hold < 0:
+        return "what is prefetched or held is below nothing"
+    return ""
 
 
 def to_plan(source: Source, d: Decisions, chunks: dict[str, tuple[int, int]], request: Request) -> Plan:

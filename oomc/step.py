@@ -22,10 +22,10 @@ from oomc.checkpoint import Checkpoints
 from oomc.checkpoint_write import Save
 from oomc.compiler import Compiler, Options, Scheduled
 from oomc.cost import Costs
+from oomc.device_guard import DeviceGuard, empty_cache, lift_limit
 from oomc.edits import Edits, check_buffers
-from oomc.errors import OomcError, UnsupportedError
+from oomc.errors import BudgetError, OomcError, UnsupportedError
 from oomc.explain import Explanation
-from oomc.limits import device_memory
 from oomc.optimizer_state import expose_state
 from oomc.optimizers import check_groups, groups_of, rule_of
 from oomc.plan import Plan
@@ -40,14 +40,8 @@ from oomc.runtime.pool import is_worker
 from oomc.runtime.record import Recorder, Recording
 from oomc.runtime.step import StepRuntime
 from oomc.runtime.updates import StepCounts
-from oomc.simulate import Projection
 from oomc.state import State
 from oomc.timeline import simulate
-
-REPLANS = 3
-"""How often a step whose plan takes more of the device than was projected is planned anew."""
-RETREAT = 0.03
-"""The share of the device budget that the next plan then leaves free."""
 
 
 class Step:
@@ -89,8 +83,7 @@ class Step:
         self._explained: tuple[Scheduled, Explanation] | None = None
         self._steps = 0
         self._skipped = 0
-        self._replans = 0
-        self._watched: tuple[Scheduled | None, int] = (None, 0)
+        self._guard = DeviceGuard(self._compiler)
         self._broken = self._closed = self._warned = self._recording = False
 
     # -- compiling ------------------------------------------------------------------------------------------------
@@ -115,12 +108,16 @@ class Step:
         updates = state.size_updates(bare)
         allowed = state.resident if taken else self._compiler.may_be_resident(bare)
         try:
-            scheduled = self._compiler.plan(batch, updates, allowed, taken, accumulate)
+            try:
+                scheduled = self._compiler.plan(batch, updates, allowed, taken, accumulate)
+            except BudgetError:
+                if not self._guard.give_up():
+                    raise
+                scheduled = self._compiler.plan(batch, updates, allowed, taken, accumulate)
             assert scheduled.program.plan is not None
             if first or scheduled is not self._current:
                 state.check_host(scheduled.program, scheduled.program.plan.resident)
-                self._make_room(scheduled.projection)
-                self._limit_device(scheduled.projection)
+                self._guard.make_room(scheduled.projection)
             self._take_memory(scheduled.program)
         except BaseException:
             state.accumulates &= not first
@@ -149,7 +146,7 @@ class Step:
         assert self._runtime is not None and self._edits is not None and program.plan is not None
         self._runtime.drain()
         self._runtime.retire_all()
-        self._state.check_host(program, program.plan.resident)
+        self._runtime.release_slots()
         self._broken = True  # until it is through: an interrupt may come between a slab and its parameters
         try:
             self._state.move(program, program.plan.resident)
@@ -181,25 +178,6 @@ class Step:
         self._ender = weakref.finalize(self, _close, self._runtime)
         if self._meter is not None:
             self._meter.track(*self._runtime.residents)
-
-    def _make_room(self, projection: Projection) -> None:
-        """Give back what the allocator keeps of earlier plans, or of other steps, where it would not fit the budget."""
-        device = self._options.device
-        if device.type == "cuda":
-            kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            if kept + projection.held > self._compiler.device_allowed():
-                torch.cuda.empty_cache()
-
-    def _limit_device(self, projection: Projection) -> None:
-        """Let the allocator fail rather than exceed the device budget.
-
-        It compares more with its limit than it reserves, so that a limit of just the budget would make it unmap and map
-        memory in every step; the limit is what the plan needs in that comparison.
-        """
-        device = self._options.device
-        if device.type == "cuda" and self._options.budget.device is not None:
-            limit = max(self._compiler.device_allowed(), projection.limit)
-            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / device_memory(device)), device)
 
     def _bind(self) -> None:
         """Let whoever reads or writes the model's weights, or the optimizer's state, find what is current."""
@@ -312,8 +290,9 @@ class Step:
         batch = Batch.bind(self.model, args, kwargs)
         bare = self._compiler.trace(batch).bare
         updates = self._state.size_updates(bare)
-        scheduled = self._compiler.give(batch, plan, updates)
-        self._state.check_host(scheduled.program, plan.resident)
+        self._compiler.give(
+            batch, plan, updates, lambda scheduled: self._state.check_host(scheduled.program, plan.resident)
+        )  # fmt: skip
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], accumulate: bool) -> torch.Tensor:
         """Run a step; one that runs out of device memory before anything has changed is planned with less, and run."""
@@ -321,35 +300,14 @@ class Step:
             try:
                 return self._run_once(args, kwargs, accumulate)
             except torch.OutOfMemoryError as error:
-                if self._broken or self._closed or not self._retreat():
+                if self._broken or self._closed or not self._guard.retreat(self._current):
                     raise
                 warnings.warn(
                     f"the device ran out of memory although its budget was projected to do ({error}); nothing has "
                     "changed, and the step is planned again with less",
                     stacklevel=3,
                 )
-            _empty_cache(self._options.device)
-
-    def _retreat(self) -> bool:
-        """Plan with less device memory from the next call on; False where that has been tried often enough."""
-        if self._replans == REPLANS:
-            return False
-        self._replans += 1
-        whole = self._options.budget.device or self._compiler.device_memory()
-        self._compiler.retreat(int(RETREAT * whole))
-        return True
-
-    def _watch(self, scheduled: Scheduled, retries: int) -> None:
-        """Where a plan's first two steps came to the end of their memory, plan again before a later one dies of it.
-
-        In the first one the allocator may also flush what another plan has left.
-        """
-        plan, steps = self._watched
-        self._watched = scheduled, steps + 1 if plan is scheduled else 1
-        budget, peak = self._options.budget.device, self._last["device_peak"]
-        flushed = _allocation_retries(self._options.device) > retries and self._watched[1] == 2
-        if self._watched[1] <= 2 and (flushed or (budget is not None and peak > budget)):
-            self._retreat()
+            empty_cache(self._options.device)
 
     def _run_once(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], accumulate: bool) -> torch.Tensor:
         self._refuse_broken()
@@ -376,7 +334,7 @@ class Step:
         self._broken = True  # until it is through, wherever an interrupt comes
         peaks: list[int] = []
         recorder = Recorder(program, partial(self._held, peaks)) if self._recording else None
-        retries, started = _allocation_retries(device), time.perf_counter()
+        flushes, started = self._guard.flushes, time.perf_counter()
         with torch.no_grad(), meter, recorder or nullcontext():
             try:
                 runtime.begin(program, hypers, self._options.max_grad_norm, scheduled.carried)
@@ -384,7 +342,7 @@ class Step:
                     self._edits_under_way()
                 loss = (recorder or program.step)(runtime, *inputs)
                 counts = runtime.end_step()
-                last = {"tokens": tokens, "step_s": time.perf_counter() - begun, "counts": counts,
+                last: dict[str, Any] = {"tokens": tokens, "step_s": time.perf_counter() - begun, "counts": counts,
                         "device_peak": max([self._device_peak(), *peaks])}  # fmt: skip
                 loss.backward = _already_done
                 self._loss, self._last = loss, last
@@ -400,7 +358,7 @@ class Step:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
             self._compiler.took(scheduled, time.perf_counter() - started)
-        self._watch(scheduled, retries)
+        self._guard.watch(scheduled, self._last["device_peak"], flushes)
         if recorder is not None and recorder.recording is not None:
             self._recording, self._recorded = False, (scheduled, recorder.recording)
         if not accumulate:
@@ -637,8 +595,8 @@ class Step:
             self._runtime.close()
             if self._attachment is not None:
                 self._attachment.remove()
-            _free_device(self._options.device)
-            _empty_cache(self._options.device)
+            lift_limit(self._options.device)
+            empty_cache(self._options.device)
 
     # -- looking --------------------------------------------------------------------------------------------------
 
@@ -684,7 +642,7 @@ class Step:
             "nonfinite": updated.nonfinite,
             "steps": self._steps,
             "traces": len(traces),
-            "replans": self._replans,
+            "replans": self._guard.replans,
             "plans": sum(len(t.plans) for t in traces.values()),
             "compilations": sum(len(t.bare.compiled) for t in traces.values()),
         }
@@ -779,25 +737,9 @@ class Step:
         return texts[stage]
 
 
-def _allocation_retries(device: torch.device) -> int:
-    """How often the allocator has had to give unused memory back before it could serve a request."""
-    return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else 0
-
-
-def _empty_cache(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _free_device(device: torch.device) -> None:
-    """Lift the limit that a budget has put on the allocator."""
-    if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
-
-
 def _close(runtime: StepRuntime) -> None:
     """Close it, whatever thread the garbage collector happens to run in."""
-    _free_device(runtime.device)
+    lift_limit(runtime.device)
     if is_worker():
         threading.Thread(target=runtime.close, name="close-oomc").start()
     else:

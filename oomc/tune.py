@@ -9,7 +9,6 @@ waited for in it, and what the user does between two calls is not part of it.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -33,8 +32,8 @@ class Tuning:
         seconds: of each plan's steps so far.
     """
 
-    plans: Sequence[Scheduled]
-    seconds: list[list[float]] = field(default_factory=list)
+    plans: list[Scheduled]
+    seconds: list[list[float]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.seconds = [[] for _ in self.plans]
@@ -50,6 +49,14 @@ class Tuning:
         for each, own in zip(self.plans, self.seconds, strict=True):
             if each is plan:
                 own.append(seconds)
+
+    def drop(self, plan: Scheduled) -> bool:
+        """No longer try one of the rivals; whether it was one."""
+        for index, each in enumerate(self.plans):
+            if index and each is plan:
+                del self.plans[index], self.seconds[index]
+                return True
+        return False
 
     def median(self, index: int) -> float | None:
         """Seconds of a plan's timed steps; None where there are none yet."""

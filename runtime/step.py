@@ -89,6 +89,11 @@ class StepRuntime(Runtime):
             self._values.close()
             self._values = HostValues(plan.host_slots, self.device, self._d2h, self._h2d, self._adversary)
 
+    def release_slots(self) -> None:
+        """Free the weight slots; the next step takes those of its plan. Nothing may be under way."""
+        self._buffers.close()
+        self._buffers = WeightBuffers((), self.device, self._h2d, self._adversary)
+
     def replace_slabs(self, slabs: Sequence[Slab]) -> None:
         """Use other slabs of the same names: they have moved. Nothing may be under way."""
         self.slabs = {slab.name: slab for slab in slabs}

@@ -47,6 +47,8 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_plans_take_turns_and_the_fastest_stays(smallest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     step = make(2 * smallest, tune=4)
     (trace,) = step._compiler.traces.values()
+    assert trace.tuning is None
+    step.prepare(**BATCH)  # the shape comes again
     tuning = trace.tuning[1] if trace.tuning else tune.Tuning([])
     plans = [each.program.plan for each in tuning.plans]
     assert 2 <= len(plans) <= 4
@@ -79,6 +81,8 @@ def test_trying_plans_changes_no_bit(smallest: int) -> None:
         step = make(2 * smallest, tune=count)
         losses = [step(**tokens(2, 24, seed=i)).clone() for i in range(14)]
         states.append(numbers(step) | {"losses": torch.stack(losses)})
+        assert step._current is not None
+        assert (step._current.tried is not None and len(step._current.tried.plans) > 1) == bool(count)
         step.close()
     assert same(*states)
 
@@ -87,13 +91,17 @@ def test_a_batch_of_another_shape_ends_the_tries(smallest: int) -> None:
     step = make(2 * smallest, tune=3)
     (trace,) = step._compiler.traces.values()
     step(**BATCH)
-    assert trace.tuning is not None
-    first = trace.tuning[1].plans[0]
+    tuning = trace.tuning[1] if trace.tuning else tune.Tuning([])
+    assert len(tuning.plans) > 1
+    first = step._current
+    assert first is tuning.plans[0]
     step(**tokens(2, 16, seed=1))
-    assert trace.tuning is None or trace.tuning[0] != ((2, 24), False)
+    assert trace.tuning is None
+    assert first is not None
+    assert first.tried is tuning  # and it is what was fastest so far: nothing else was tried
     step(**BATCH)
     assert step.plan.sizes == (2, 24)
-    assert first.tried is not None  # and it is what was fastest so far: nothing else was tried
+    assert trace.tuning is None
     step.close()
 
 
@@ -134,25 +142,92 @@ def test_a_plan_of_the_users_is_used_and_changes_no_bit(smallest: int) -> None:
         step.close()
 
 
-def test_a_plan_that_does_not_suit_is_refused_before_anything_changes(smallest: int) -> None:
+def test_a_plan_that_does_not_suit_is_refused_before_anything_changes(
+    smallest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = make(2 * smallest)
     plan = step.plan
     before = numbers(step)
     with pytest.raises(ValueError, match="for a batch of"):
         step.use_plan(plan, **tokens(1, 16))
     values = dict(list(plan.residency.items())[1:])
-    with pytest.raises(ValueError, match="does not have"):
-        step.use_plan(replace(plan, residency=values), **BATCH)
-    with pytest.raises(ValueError, match="does not have"):
-        step.use_plan(replace(plan, resident=("nothing",)), **BATCH)
+    everything: dict[str, Any] = dict.fromkeys(plan.residency, "recompute")
+    workset = next(iter(plan.chunks))
+    for change, reason in (
+        ({"residency": values}, "it says nothing of 1 values"),
+        ({"residency": plan.residency | {"nothing": "keep"}}, "names 1 that there are not"),
+        ({"residency": everything}, "cannot be computed again"),
+        ({"resident": ("nothing",)}, "no slab nothing"),
+        ({"chunks": {"nothing": (1, 1)}}, "workset nothing does not run in chunks"),
+        ({"chunks": {workset: (0, 1)}}, "does not run in chunks of"),
+        ({"prefetch": -1}, "below nothing"),
+        ({"where": "device"}, "does not update on the device"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            step.use_plan(replace(plan, **change), **BATCH)
     greedy = replace(plan, resident=tuple(slab.name for slab in step._state.slabs), hold=9)
     with pytest.raises(oomc.BudgetError, match="does not fit the device budget") as caught:
         step.use_plan(greedy, **BATCH)
     assert caught.value.smallest_device is not None
     assert caught.value.smallest_device > 2 * smallest
+    monkeypatch.setattr(step._state, "check_host", refuse_host)
+    with pytest.raises(oomc.BudgetError, match="no room"):
+        step.use_plan(replace(plan, prefetch=2 - plan.prefetch), **BATCH)
+    monkeypatch.undo()
     assert same(before, numbers(step))
     step(**BATCH)
     assert step.plan == plan
+    step.close()
+
+
+def refuse_host(*_: Any) -> None:
+    raise oomc.BudgetError("there is no room on the host")
+
+
+def test_a_given_plan_ends_the_tries_and_is_not_left(smallest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = make(2 * smallest, tune=3)
+    plan = replace(step.plan, prefetch=2 - min(2, step.plan.prefetch))
+    step.prepare(**BATCH)
+    tunes = [step._compiler.tunes]
+    step.use_plan(plan, **BATCH)
+    assert [*tunes, step._compiler.tunes] == [True, False]
+    monkeypatch.setattr(type(step), "_device_peak", lambda self: 2 * smallest + 1)
+    for _ in range(2):
+        step(**BATCH)
+        assert step.plan.prefetch == plan.prefetch
+    assert step.metrics["replans"] == 0
+    step.close()
+
+
+def test_a_rival_that_takes_too_much_is_dropped_alone(smallest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = make(2 * smallest, tune=3)
+    step.prepare(**BATCH)
+    (trace,) = step._compiler.traces.values()
+    tuning = trace.tuning[1] if trace.tuning else tune.Tuning([])
+    plans = list(tuning.plans)
+    assert len(plans) > 1
+    peak = type(step)._device_peak
+    greedy = lambda self: 2 * smallest + 1 if self._current is plans[1] else peak(self)  # noqa: E731
+    monkeypatch.setattr(type(step), "_device_peak", greedy)
+    for _ in range(tune.WARM + tune.TIMED):
+        step(**BATCH)
+    with pytest.warns(UserWarning, match="end of the device budget"):
+        step(**BATCH)
+    assert plans[1] not in tuning.plans
+    assert step.metrics["replans"] == 0
+    step.close()
+
+
+def test_where_no_plan_takes_less_the_first_one_stays(smallest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = make(smallest)
+    plan = step.plan
+    with monkeypatch.context() as patch:
+        patch.setattr(type(step), "_device_peak", lambda self: smallest + 1)
+        with pytest.warns(UserWarning, match="end of the device budget"):
+            step(**BATCH)
+    for _ in range(2):
+        step(**BATCH)
+        assert step.plan.describe() == plan.describe()
     step.close()
 
 
@@ -217,7 +292,8 @@ def test_a_first_step_that_takes_more_than_the_budget_is_planned_again(
     step = make(2 * smallest)
     first = step.plan
     monkeypatch.setattr(type(step), "_device_peak", lambda self: 2 * smallest + 1)
-    step(**BATCH)
+    with pytest.warns(UserWarning, match="end of the device budget"):
+        step(**BATCH)
     assert step.metrics["replans"] == 1
     monkeypatch.undo()
     step(**BATCH)
