@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+from oomc.limits import cpu_quota
 from oomc.runtime.chaos import Adversary, attempt
 
 NICE = 10
@@ -29,12 +30,8 @@ def physical_cores() -> int:
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         cores.add(siblings.read_text().strip() if siblings.exists() else str(cpu))
     count = len(cores)
-    quota = Path("/sys/fs/cgroup/cpu.max")
-    if quota.exists():
-        limit, period = quota.read_text().split()
-        if limit != "max":
-            count = min(count, round(int(limit) / int(period)))
-    return max(count, 1)
+    quota = cpu_quota()
+    return max(count if quota is None else min(count, round(quota)), 1)
 
 
 class Countdown:

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from oomc.limits import device_memory, host_memory
+from oomc.limits import cpu_quota, device_memory, host_memory
 
 MACHINE = int(psutil.virtual_memory().total)
 
@@ -36,6 +36,27 @@ def test_the_smallest_limit_counts(files: dict[str, str], own: str, expected: in
         path.write_text(text)
     (tmp_path / "own").write_text(own + "\n")
     assert host_memory(tmp_path / "cgroup", tmp_path / "own") == min(MACHINE, expected or MACHINE)
+
+
+@pytest.mark.parametrize(
+    ("files", "own", "expected"),
+    [
+        ({}, "0::/", None),
+        ({"cpu.max": "max 100000"}, "0::/", None),
+        ({"cpu.max": "150000 100000\n"}, "0::/", 1.5),
+        ({"cpu.max": "800000 100000", "slurm/job/cpu.max": "200000 100000", "slurm/other/cpu.max": "1 1"},
+         "0::/slurm/job", 2.0),
+    ],
+)  # fmt: skip
+def test_the_smallest_share_of_cpus_counts(
+    files: dict[str, str], own: str, expected: float | None, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "own").write_text(own + "\n")
+    assert cpu_quota(tmp_path / "cgroup", tmp_path / "own") == expected
 
 
 def test_without_cgroups_the_machine_counts(tmp_path: Path) -> None:
