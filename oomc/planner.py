@@ -230,7 +230,7 @@ class Planner:
                 found = _least_host(Search(instances, device, more=more))
             used, more = more, dict(more)
             self._more[request.key] = more
-            best_fits = False
+            best_fits = any_fits = False
             for place, each in enumerate(found):
                 checked = self._check(cuts, request, tilings[each.index], each.decisions, known)
                 if device is None:
@@ -238,14 +238,15 @@ class Planner:
                 hold, beyond = each.decisions.hold, max(0, checked.peak - each.outcome.device)
                 fits = checked.peak <= device
                 best_fits |= fits and place == 0
+                any_fits |= fits
                 if not fits:
                     more[hold] = max(more.get(hold, 0), beyond)
                 elif used.get(hold, 0) - beyond > UNUSED * device:  # more was set aside for it than it needs
                     more[hold] = beyond
                 if best_fits and len(instances) * instances[0].blocks <= 4:
                     return
-            if best_fits and more == used:
-                return
+            if (best_fits and more == used) or (any_fits and not request.reserves):
+                return  # without an allocator the quick estimate is within 1%: there is little to learn
 
     def _check(
         self, cuts: Sequence[Cut], request: Request, tiling: tuple[int, Any], d: Decisions, known: list[Checked]
