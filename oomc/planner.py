@@ -228,6 +228,8 @@ class Planner:
                 if request.host is None:
                     return
                 found = _least_host(Search(instances, device, more=more))
+                if not found:
+                    return
             used, more = more, dict(more)
             self._more[request.key] = more
             best_fits = any_fits = False
