@@ -85,6 +85,8 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
         UnsupportedError: the optimizer, a dtype or an op is not supported.
         ValueError: a budget that is no size, or an option that there is not.
     """
+    if budget is not None and not isinstance(budget, Budget):
+        raise ValueError(f"budget={budget!r} is no budget; write oomc.Budget(device={budget!r})")
     if optimizer is None:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")

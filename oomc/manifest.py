@@ -110,7 +110,7 @@ def read_manifest(directory: Path) -> Manifest:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{directory} is no checkpoint of oomc: it has no {MANIFEST}") from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error!r}. Load another checkpoint") from error
+        raise CheckpointError(f"{path} is damaged: {str(error)[:200]}. Load another checkpoint") from error
     if checksum != _crc(body | {"format": kind, "version": version}):
         raise CheckpointError(f"{path} is damaged or was edited: its checksum is wrong. Load another checkpoint")
     if (kind, version) != (FORMAT, VERSION):

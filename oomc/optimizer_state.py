@@ -7,12 +7,14 @@ torch's own, with its names, so that an eager optimizer takes it, and an eager o
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from oomc import private
 from oomc.errors import CheckpointError
 from oomc.manifest import LO
 from oomc.runtime.layout import ParamSpec, StateArray
@@ -25,6 +27,16 @@ TORCH_NAMES = {"m": "exp_avg", "v": "exp_avg_sq"}
 
 State = dict[str, torch.Tensor]
 _HOOKS: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def warn_if_lost(optimizer: torch.optim.Optimizer) -> None:
+    """Warn of an optimizer that another step has updated with: its moments are that step's, and start anew."""
+    if optimizer in _HOOKS and private.has_stepped(optimizer):
+        warnings.warn(
+            "this optimizer was compiled and stepped before: its moments and step counts stay with the earlier step "
+            "and start anew here. To keep them, save(directory) by that step before, and load(directory) by this one",
+            stacklevel=4,
+        )
 
 
 def expose_state(

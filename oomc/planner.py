@@ -402,6 +402,8 @@ def _why_not_for(plan: Plan, source: Source, request: Request) -> str:
             f"that there are not ({', '.join(sorted(unknown)[:3])})"
         )
     for name, where in plan.residency.items():
+        if where not in ("keep", "recompute", "offload"):
+            return f"{name} is {where!r}, and not kept, recomputed or offloaded"
         if where == "recompute" and values[name].kind not in ("fence", "rest"):
             return f"{name} cannot be computed again"
         if where == "offload" and not values[name].leaves:

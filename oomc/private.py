@@ -102,6 +102,11 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `mark_stepped` has been called, or torch's own step."""
+    return bool(getattr(optimizer, "_opt_called", False))
+
+
 def replace_step(optimizer: torch.optim.Optimizer, function: Callable[..., Any]) -> None:
     """Let `optimizer.step()` call `function`; schedulers made before or after take it for their own wrapper."""
     function._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

@@ -177,7 +177,7 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         places: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error!r}") from error
+        raise CheckpointError(f"{path} is damaged: {str(error)[:200]}") from error
     return places
 
 

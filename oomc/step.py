@@ -26,7 +26,7 @@ from oomc.device_guard import DeviceGuard, empty_cache, lift_limit
 from oomc.edits import Edits, check_buffers
 from oomc.errors import BudgetError, OomcError, UnsupportedError
 from oomc.explain import Explanation
-from oomc.optimizer_state import expose_state
+from oomc.optimizer_state import expose_state, warn_if_lost
 from oomc.optimizers import check_groups, groups_of, rule_of
 from oomc.plan import Plan
 from oomc.program import Program
@@ -60,6 +60,7 @@ class Step:
         self._rule = rule_of(optimizer, options.state)
         self._groups = groups_of(optimizer, model)
         self._group_sizes = check_groups(optimizer)
+        warn_if_lost(optimizer)
         private.replace_step(optimizer, _refuse_optimizer_step)
         self._compiler = Compiler(model, self._groups, options)
         self._state = State(

@@ -161,6 +161,7 @@ def test_a_plan_that_does_not_suit_is_refused_before_anything_changes(
         ({"chunks": {"nothing": (1, 1)}}, "workset nothing does not run in chunks"),
         ({"chunks": {workset: (0, 1)}}, "does not run in chunks of"),
         ({"prefetch": -1}, "below nothing"),
+        ({"residency": dict.fromkeys(plan.residency, "banana")}, "is 'banana'"),
         ({"where": "device"}, "does not update on the device"),
     ):
         with pytest.raises(ValueError, match=reason):
@@ -309,3 +310,16 @@ def test_a_disk_budget_is_refused() -> None:
     with pytest.raises(oomc.UnsupportedError, match="disk budget"):
         oomc.Budget("1GiB", "1GiB", disk="1TiB")
     assert copy.copy(oomc.Budget("1GiB")) == oomc.Budget(1 << 30)
+
+
+def test_an_optimizer_that_is_compiled_again_warns_of_its_state() -> None:
+    model = tiny.build("qwen3_moe", dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = compiled(model, BATCH, like=("qwen3_moe", torch.float32), optimizer=optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(model, BATCH, like=("qwen3_moe", torch.float32), optimizer=optimizer, prepare=False)
+    step(**BATCH)
+    step.close()
+    with pytest.warns(UserWarning, match="was compiled and stepped before"):
+        compiled(model, BATCH, like=("qwen3_moe", torch.float32), optimizer=optimizer, prepare=False)
