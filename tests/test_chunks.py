@@ -70,7 +70,10 @@ def test_models_with_an_auxiliary_loss(name: str, sizes: tuple[int, int], chunk:
 
 
 @pytest.mark.usefixtures("unbudgeted")
-@pytest.mark.parametrize(("name", "chunk", "rounds"), [("qwen3_moe", 40, 4), ("gpt_oss", 9, 4), ("qwen3_next", 7, 8)])
+@pytest.mark.parametrize(
+    ("name", "chunk", "rounds"),
+    [("qwen3_moe", 40, 4), ("gpt_oss", 9, 4), pytest.param("qwen3_next", 7, 8, marks=pytest.mark.slow)],
+)
 def test_models_in_bf16(name: str, chunk: int, rounds: int) -> None:
     model = tiny.build(name, dtype=torch.bfloat16)
     eager = copy.deepcopy(model)
