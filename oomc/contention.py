@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from oomc.machine import Machine
-from oomc.runtime.gradients import BUFFER_ELEMENTS, BUFFERS_PER_WORKER
+from oomc.runtime.gradients import BUFFER_ELEMENTS, ring_buffers
 from oomc.runtime.updates import Where
 
 Kind = Literal["copy", "keep", "sum"]
@@ -145,7 +145,7 @@ class World:
         self.jobs: list[Job] = []
         self.busy = {"h2d": 0.0, "d2h": 0.0, "host": 0.0, "device": 0.0}
         self.moved_bytes = {"h2d": 0.0, "d2h": 0.0}
-        self._ring = float(BUFFERS_PER_WORKER * machine.cores * BUFFER_ELEMENTS)
+        self._ring = float(ring_buffers(machine.cores) * BUFFER_ELEMENTS)
         self._known: dict[tuple[bool, Kind | None, bool, bool], Rates] = {}
 
     def put(self, copy: Copy) -> Copy:

@@ -18,7 +18,7 @@ import numpy as np
 
 from oomc import quick_memory, quick_step
 from oomc.machine import Machine
-from oomc.runtime.gradients import BUFFER_ELEMENTS, BUFFERS_PER_WORKER
+from oomc.runtime.gradients import BUFFER_ELEMENTS, ring_buffers
 from oomc.runtime.updates import Where
 
 Array = Any
@@ -185,7 +185,7 @@ class Instance:
 def rates_of(machine: Machine, moved: float, grad: float) -> Array:
     """The machine's rates as the kernel takes them; `moved` and `grad` are bytes of a parameter (oomc.contention)."""
     m = machine
-    ring = BUFFERS_PER_WORKER * m.cores * BUFFER_ELEMENTS
+    ring = ring_buffers(m.cores) * BUFFER_ELEMENTS
     return np.array([
         m.h2d, m.d2h, m.h2d_both, m.d2h_both, m.copy_traffic, m.host_bandwidth, m.update_rate, m.update_bytes,
         m.streamed_rate, m.both_rate, m.bandwidth, m.copy_latency, ring, moved, grad,

@@ -11,7 +11,7 @@ from oomc.limits import host_memory
 from oomc.load import materialize, weights_of
 from oomc.plan import Updates, bytes_table, format_bytes
 from oomc.program import Program
-from oomc.runtime.gradients import BUFFER_ELEMENTS, BUFFERS_PER_WORKER, CHUNK_ELEMENTS
+from oomc.runtime.gradients import BUFFER_ELEMENTS, CHUNK_ELEMENTS, ring_buffers
 from oomc.runtime.layout import SlabLayout, StateArray
 from oomc.runtime.memory import Preparation
 from oomc.runtime.pool import physical_cores
@@ -75,7 +75,7 @@ class State:
     @property
     def ring_bytes(self) -> int:
         """Host bytes through which gradients pass."""
-        return BUFFERS_PER_WORKER * max(2, self.workers) * chunk_bytes_of(self.buffer_elements)
+        return ring_buffers(max(2, self.workers)) * chunk_bytes_of(self.buffer_elements)
 
     @property
     def process_bytes(self) -> int:

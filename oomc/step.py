@@ -34,7 +34,8 @@ from oomc.report import Report
 from oomc.report_figures import Rates
 from oomc.runtime.chaos import Adversary
 from oomc.runtime.cores import warn_if_single_threaded
-from oomc.runtime.gradients import BUFFERS_PER_WORKER, Clipping
+from oomc.runtime.gradients import Clipping, ring_buffers
+from oomc.runtime.memory import give_back_free
 from oomc.runtime.meter import Meter, cuda_usage, host_bytes
 from oomc.runtime.pool import is_worker
 from oomc.runtime.record import Recorder, Recording
@@ -85,7 +86,7 @@ class Step:
         self._steps = 0
         self._skipped = 0
         self._guard = DeviceGuard(self._compiler)
-        self._broken = self._closed = self._warned = self._recording = False
+        self._broken = self._closed = self._warned = self._recording = self._fresh = False
 
     # -- compiling ------------------------------------------------------------------------------------------------
 
@@ -116,7 +117,8 @@ class Step:
                     raise
                 scheduled = self._compiler.plan(batch, updates, allowed, taken, accumulate)
             assert scheduled.program.plan is not None
-            if first or scheduled is not self._current:
+            self._fresh = scheduled is not self._current
+            if first or self._fresh:
                 state.check_host(scheduled.program, scheduled.program.plan.resident)
                 self._guard.make_room(scheduled.projection)
             self._take_memory(scheduled.program)
@@ -172,7 +174,7 @@ class Step:
         self._runtime = StepRuntime(
             options.device, self._state.slabs, plan.slots, self._rule, self._groups,
             chunk_elems=self._state.chunk_elements, buffer_elems=self._state.buffer_elements,
-            buffers=BUFFERS_PER_WORKER * max(2, self._state.workers), workers=self._state.workers, where=plan.where,
+            buffers=ring_buffers(max(2, self._state.workers)), workers=self._state.workers, where=plan.where,
             adversary=None if options.chaos is None else Adversary(options.chaos), synchronous=options.synchronous,
             residents=residents, seed=options.seed, host_slot_bytes=plan.host_slots,
         )  # fmt: skip
@@ -355,6 +357,9 @@ class Step:
                 self._broken = runtime.abort(earlier=bool(self._window), steps=steps)
                 raise
         self._broken = False
+        if self._fresh:
+            self._fresh = False
+            give_back_free()
         if self._compiler.tunes:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()

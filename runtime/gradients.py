@@ -43,9 +43,12 @@ CHUNK_ELEMENTS = 8 << 20
 """bf16 gradients in a chunk: copies of this size are near their best rate."""
 BUFFER_ELEMENTS = 4 << 20
 """bf16 gradients in a ring buffer: with fewer, Python's share of an update (about 0.2 ms) shows (docs/RESULTS.md)."""
-BUFFERS_PER_WORKER = 2
-"""One is being updated from while the next one fills."""
 Mode = Literal["update", "keep", "sum"]
+
+
+def ring_buffers(workers: int) -> int:
+    """Buffers of the ring: each worker updates from one, and some fill. A copy takes a hundredth of an update."""
+    return workers + max(2, workers // 4)
 
 
 class GradientTicket:
@@ -90,7 +93,7 @@ class GradientSink:
         lane: the d2h lane.
         chunk_elems: elements of bf16 in a chunk, half as many of fp32: what is taken from the queue at a time.
         buffer_elems: elements of bf16 in a buffer of the ring: what a host worker updates at a time.
-        buffers: of the ring; None for two a worker.
+        buffers: of the ring; None for as many as `ring_buffers` says.
         where: who updates slabs on the host.
         adversary: delays, and poisons freed buffers, if given.
         synchronous: no threads: every update is done when its call returns.
@@ -113,7 +116,7 @@ class GradientSink:
         self._rule, self._groups, self._pool, self._lane = rule, groups, pool, lane
         self._adversary = adversary
         self.chunk_bytes = chunk_bytes_of(chunk_elems)
-        count = buffers or BUFFERS_PER_WORKER * pool.workers
+        count = buffers or ring_buffers(pool.workers)
         buffer = min(self.chunk_bytes, chunk_bytes_of(buffer_elems))
         self.ring = Ring(count, buffer, pin=lane.device.type == "cuda")
         self._queue = UpdateQueue(where)

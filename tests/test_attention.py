@@ -277,18 +277,27 @@ IN_PLACE: dict[str, dict[str, Any]] = {**OPTIONS, "MQA": {"heads": (6, 1)}, "MHA
 
 
 def _assert_in_place_is_equal(arguments: tuple[Any, ...], dout: Tensor) -> None:
-    """The operator in place gives the bits of the other, in the memory and the strides of q, k and v."""
+    """The operator in place gives the bits of the other, in the memory and the strides of q, k and v.
+
+    A library's kernel that adds dq up in any order, though asked to be deterministic, gives other bits in each call: then
+    they are as close as two roundings to bf16.
+    """
     q, k, v, *rest = (a.detach() if isinstance(a, Tensor) else a for a in arguments)
     out, lse = attention(q, k, v, *rest)
     sinks, segments, *options = rest
     kept = [x.clone() for x in (dout, out, lse)]
     *wanted, dsinks = attention_backward(dout, q, k, v, out, lse, sinks, segments, *options)
+    again = attention_backward(dout, q, k, v, out, lse, sinks, segments, *options)
     lies = [(x.data_ptr(), x.stride()) for x in (q, k, v)]
     found = attention_backward_in_place(dout, q, k, v, out, lse, sinks, segments, *options)
     assert torch.equal(found, dsinks)
     assert lies == [(x.data_ptr(), x.stride()) for x in (q, k, v)]
-    for got, want in zip((q, k, v), wanted, strict=True):
-        assert torch.equal(got, want)
+    for got, want, twin in zip((q, k, v), wanted, again[:3], strict=True):
+        if torch.equal(want, twin):
+            assert torch.equal(got, want)
+        else:
+            assert q.is_cuda
+            torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-9 * float(want.abs().max()))
     assert all(map(torch.equal, (dout, out, lse), kept)), "it has written to what it only reads"
 
 

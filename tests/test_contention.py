@@ -8,6 +8,7 @@ import pytest
 
 from oomc.contention import Copy, Job, Rates, World
 from oomc.machine import Machine, default
+from oomc.runtime.gradients import BUFFER_ELEMENTS, ring_buffers
 
 H200 = default("h200")
 PLAIN: Machine = replace(
@@ -94,7 +95,7 @@ def test_updates_go_by_urgency_then_by_order() -> None:
 def test_an_update_has_read_its_gradient_when_the_rest_fits_the_ring() -> None:
     machine = replace(PLAIN, cores=1, update_rate=8e6, h2d=1e9, d2h=1e9, h2d_both=1e9, d2h_both=1e9)
     w = world(machine=machine)
-    ring = 8 << 20
+    ring = ring_buffers(1) * BUFFER_ELEMENTS
     job = Job("u", 0, 3 * ring, 0, 0, False)
     w.begin(job)
     w.until_read(job)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from oomc.runtime import cores, memory
-from oomc.runtime.memory import HostMemory, Preparation, take
+from oomc.runtime.memory import HostMemory, Preparation, give_back_free, take
 from oomc.runtime.meter import host_bytes
 from oomc.runtime.pool import physical_cores
 
@@ -302,3 +302,14 @@ def test_registering_makes_no_context_on_another_device() -> None:
         "import sys; sys.exit(before - torch.cuda.mem_get_info(0)[0] > 64 << 20)"
     )
     run_child(code)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
+def test_what_the_allocator_holds_free_goes_back_to_the_system() -> None:
+    blocks = [bytes(1000) for _ in range(200_000)]  # each from the heap
+    top = [bytes(1000)]  # above them, so that they are a hole
+    held = host_bytes()
+    del blocks
+    give_back_free()
+    assert host_bytes() < held - 150_000_000
+    assert len(top[0]) == 1000
