@@ -25,7 +25,7 @@ from oomc.plan import Budget, Plan, Updates, format_bytes
 from oomc.program import Program
 from oomc.quick import Decisions, Instance
 from oomc.replay import project_reserved
-from oomc.search import Found, Search, frugal
+from oomc.search import Beyond, Found, Search, frugal
 from oomc.simulate import Profiler, Projection, project
 
 CHECKED = 3
@@ -36,10 +36,14 @@ LARGE = 2048
 """Tokens of a chunk from which on products lose little."""
 NEAR = 0.98
 """The share of the smallest budget that is named at which nothing is found any more."""
+SAFER = 0.005
+"""The share by which a step may be longer that runs within an allocator's limit of just the budget."""
 UNUSED = 0.02
 """The share of the device that may be set aside for an allocator and not be used, before plans are sought again."""
 ROUNDS = 5
-"""How often plans are sought again with what the last ones were over budget taken off."""
+"""How often plans are sought again with what the last ones were over budget taken off; of few blocks, more often."""
+MOST_ROUNDS, FEW = 12, 6
+"""So often, of so many blocks or fewer."""
 
 Cut = Callable[[], tuple[Program, Profiler] | None]
 """A bare program and its profiler, made when asked for; None if there is no such program."""
@@ -121,6 +125,15 @@ class Planned:
     rivals: Callable[[int], list[Planned]]
 
 
+class Learned(dict[tuple[Any, int], int]):
+    """Device bytes that plans were found to take beyond the quick estimate, by tiling and gradients held."""
+
+    def beyond(self, tiling: Any) -> Beyond:
+        """What to expect of a tiling's plans: where nothing is known, the least that is known of it, or of all."""
+        known = {hold: size for (each, hold), size in self.items() if each == tiling}
+        return Beyond(known, min(known.values() or self.values(), default=0))
+
+
 @dataclass
 class Planner:
     """Plans for the programs of one trace; see the module's docstring."""
@@ -130,7 +143,7 @@ class Planner:
     _sources: dict[int, Source | None] = field(default_factory=dict)
     _instances: dict[Any, Instance] = field(default_factory=dict)
     _checked: dict[Any, list[Checked]] = field(default_factory=dict)
-    _more: dict[Any, dict[int, int]] = field(default_factory=dict)
+    _learned: dict[Any, Learned] = field(default_factory=dict)
 
     def fresh(self) -> Planner:
         """One that knows the same programs and no plans."""
@@ -212,14 +225,15 @@ class Planner:
     ) -> None:
         """Search among tilings, and check the best, until the best one fits.
 
-        What a plan takes beyond the quick estimate depends on the gradients that it holds most of all: they lie between
-        temporaries, where an allocator cannot use the space around them. So it is learned for each such choice.
+        What a plan takes beyond the quick estimate depends on its chunks, and on the gradients that it holds: they lie
+        between temporaries, where an allocator cannot use the space around them. So it is learned for each such choice.
         """
         instances = [self._instance(cuts, tiling, request) for tiling in tilings]
         device = request.allowed
         pinned = tuple(i for i, ok in enumerate(instances[0].movable) if ok) if request.fixed else ()
-        more: dict[int, int] = {}
-        for _ in range(ROUNDS):
+        learned = self._learned[request.key] = Learned()
+        for _ in range(max(ROUNDS, min(MOST_ROUNDS, MOST_ROUNDS * FEW // instances[0].blocks))):
+            more = [learned.beyond(tiling) for tiling in tilings]
             found = Search(instances, device, request.host, pinned, more=more).best(CHECKED)
             if not found and pinned:
                 pinned = ()
@@ -230,24 +244,24 @@ class Planner:
                 found = _least_host(Search(instances, device, more=more))
                 if not found:
                     return
-            used, more = more, dict(more)
-            self._more[request.key] = more
+            used = dict(learned)
             best_fits = any_fits = False
             for place, each in enumerate(found):
                 checked = self._check(cuts, request, tilings[each.index], each.decisions, known)
                 if device is None:
                     return
-                hold, beyond = each.decisions.hold, max(0, checked.peak - each.outcome.device)
+                beyond, expected = max(0, checked.peak - each.outcome.device), more[each.index].at(each.decisions.hold)
+                key = tilings[each.index], each.decisions.hold
                 fits = checked.peak <= device
                 best_fits |= fits and place == 0
                 any_fits |= fits
                 if not fits:
-                    more[hold] = max(more.get(hold, 0), beyond)
-                elif used.get(hold, 0) - beyond > UNUSED * device:  # more was set aside for it than it needs
-                    more[hold] = beyond
+                    learned[key] = max(learned.get(key, 0), beyond)
+                elif expected - beyond > UNUSED * device:  # more was set aside for it than it needs
+                    learned[key] = beyond
                 if best_fits and len(instances) * instances[0].blocks <= 4:
                     return
-            if (best_fits and more == used) or (any_fits and not request.reserves):
+            if (best_fits and learned == used) or (any_fits and not request.reserves):
                 return  # without an allocator the quick estimate is within 1%: there is little to learn
 
     def _check(
@@ -282,7 +296,13 @@ class Planner:
         within = [each for each in fit if request.host is None or each.host <= request.host]
         if not within:
             return min(fit, key=lambda each: each.host)
-        return min(within, key=lambda each: each.seconds)
+
+        def score(each: Checked) -> float:
+            # what the allocator asks for at once may go beyond the budget on its way; others are safer
+            beyond = request.allowed is not None and each.limit > request.allowed
+            return each.seconds * (1 + SAFER * beyond)
+
+        return min(within, key=score)
 
     def _may_gain(self, best: Checked, request: Request) -> bool:
         """Whether another cut might be faster: this one is held back by memory."""
@@ -339,7 +359,8 @@ class Planner:
         instance = self._instance(cuts, tiling, request)
         pinned = tuple(i for i, ok in enumerate(instance.movable) if ok) if request.fixed else ()
         found: list[Checked] = []
-        more, known = self._more.get(request.key, {}), list(self._checked.get(request.key, ()))
+        more = [self._learned.get(request.key, Learned()).beyond(tiling)]
+        known = list(self._checked.get(request.key, ()))
         for each in Search([instance], request.allowed, request.host, pinned, more=more).best(3 * count):
             made = self._check(cuts, request, tiling, each.decisions, known)
             fits = request.allowed is None or made.peak <= request.allowed

@@ -26,7 +26,9 @@ OTHERS = 32 << 20
 """What else is reserved: pools of small allocations of other streams (12 to 14 MiB were measured), and a page."""
 HEADROOM = 0.01
 """A share on top, since kernels allocate for themselves what is not seen here, and so shift what comes after. Replays
-with such allocations at random reserve up to 1% more, where gradients are held up to 2%."""
+with such allocations at random reserve up to 1% more."""
+HEADROOM_CARRIED = 0.025
+"""The same where gradients stay among temporaries into the next step: up to 2% more."""
 
 
 class Replay:
@@ -117,5 +119,5 @@ def project_reserved(program: Program, profiler: Profiler) -> Projection:
     walk = Walk(program, profiler)
     projection = walk.run()
     allocator = Replay(walk).run()
-    more = int(HEADROOM * allocator.reserved) + OTHERS
+    more = int((HEADROOM_CARRIED if walk.carried else HEADROOM) * allocator.reserved) + OTHERS
     return replace(projection, reserved=allocator.reserved + more, limit=allocator.limit + more)

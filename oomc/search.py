@@ -44,6 +44,18 @@ class Found:
     outcome: Outcome
 
 
+@dataclass(frozen=True)
+class Beyond:
+    """Device bytes beside an instance's, that an allocator reserves: by how much gradient is held, and elsewhere."""
+
+    known: Mapping[int, int] = field(default_factory=dict)
+    other: int = 0
+
+    def at(self, hold: int) -> int:
+        """The bytes where so much is held."""
+        return self.known.get(hold, self.other)
+
+
 @dataclass
 class Search:
     """A search under budgets.
@@ -53,7 +65,7 @@ class Search:
         device, host: bytes that may be taken, None for any.
         pinned: slabs that stay on the device.
         prefetches, holds: what these may be (`holds` None: HOLD, and as many as there are blocks).
-        more: device bytes beside the instance's, by how much gradient is held: what an allocator reserves for it.
+        more: what is reserved beside each instance's own bytes; empty for nothing.
     """
 
     instances: Sequence[Instance]
@@ -62,9 +74,14 @@ class Search:
     pinned: Collection[int] = ()
     prefetches: Sequence[int] = PREFETCH
     holds: Sequence[int] | None = None
-    more: Mapping[int, int] = field(default_factory=dict)
+    more: Sequence[Beyond] = ()
     evaluations: int = 0
     _classes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _beyond: dict[int, Beyond] = field(init=False)
+
+    def __post_init__(self) -> None:
+        nothing = [Beyond()] * len(self.instances)
+        self._beyond = {id(each): more for each, more in zip(self.instances, self.more or nothing, strict=True)}
 
     def best(self, count: int = 1) -> list[Found]:
         """The best decisions that fit, best first; empty if none do."""
@@ -141,7 +158,7 @@ class Search:
         return self.device is None or self._held(instance, d) <= self.device
 
     def _held(self, instance: Instance, d: Decisions) -> int:
-        return instance.device_bytes(d) + self.more.get(d.hold, 0)
+        return instance.device_bytes(d) + self._beyond[id(instance)].at(d.hold)
 
     def repaired(self) -> list[Found]:
         """What fits although nothing uniform does: single changes that bring it nearer to both budgets."""
@@ -198,7 +215,7 @@ class Search:
             self.evaluations += 1
             if outcome.score >= limit:
                 continue
-            if not self._within(outcome, d):
+            if not self._within(instance, outcome, d):
                 beyond.append((outcome.score, d))
             elif best is None or outcome.score < best.outcome.score:
                 best = Found(now.index, d, outcome)
@@ -217,10 +234,9 @@ class Search:
                 return best
         return None
 
-    def _within(self, outcome: Outcome, d: Decisions) -> bool:
-        return (self.device is None or outcome.device + self.more.get(d.hold, 0) <= self.device) and (
-            self.host is None or outcome.host <= self.host
-        )
+    def _within(self, instance: Instance, outcome: Outcome, d: Decisions) -> bool:
+        held = outcome.device + self._beyond[id(instance)].at(d.hold)
+        return (self.device is None or held <= self.device) and (self.host is None or outcome.host <= self.host)
 
     def changes(self, instance: Instance, d: Decisions) -> Iterator[Decisions]:
         """Decisions that differ in one thing, or in one thing of all equal blocks in the same state."""

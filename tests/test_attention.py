@@ -279,8 +279,8 @@ IN_PLACE: dict[str, dict[str, Any]] = {**OPTIONS, "MQA": {"heads": (6, 1)}, "MHA
 def _assert_in_place_is_equal(arguments: tuple[Any, ...], dout: Tensor) -> None:
     """The operator in place gives the bits of the other, in the memory and the strides of q, k and v.
 
-    A library's kernel that adds dq up in any order, though asked to be deterministic, gives other bits in each call: then
-    they are as close as two roundings to bf16.
+    A library's kernel that adds dq up in any order, though asked to be deterministic, gives other bits in each call:
+    then they are as close as two roundings to bf16.
     """
     q, k, v, *rest = (a.detach() if isinstance(a, Tensor) else a for a in arguments)
     out, lse = attention(q, k, v, *rest)
