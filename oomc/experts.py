@@ -24,6 +24,25 @@ from torch import Tensor
 
 from oomc import target
 from oomc.opdef import define, wide
+from oomc.private import FakeTensor
+
+ROWS = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of the rows that the kernels of oomc.expert_kernels move."""
+
+
+def _by_kernel(*rows: Tensor) -> bool:
+    """Whether one kernel moves these rows: on CUDA, where a fake runs none and takes the memory of its results."""
+    return all(target.kind(x.device) == "cuda" and x.dtype in ROWS and x.stride(1) == 1 for x in rows)
+
+
+def _kernels(like: Tensor) -> Any:
+    """oomc.expert_kernels, which needs Triton; None where only memory counts."""
+    if isinstance(like, FakeTensor):
+        return None
+    from oomc import expert_kernels
+
+    return expert_kernels
+
 
 # --- route -----------------------------------------------------------------------------------------------------------
 
@@ -62,6 +81,9 @@ def _dispatch_fake(x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
 
 def _dispatch_backward(dy: Tensor, inverse: Tensor, k: int) -> Tensor:
     """[T, D]: the sum over the k slots of each token of dy [N, D]."""
+    if _by_kernel(dy):
+        kernels = _kernels(dy)
+        return kernels.dispatch_backward(dy, inverse, k) if kernels else _dispatch_backward_fake(dy, inverse, k)
     slots = inverse.view(-1, k)
     total = dy.index_select(0, slots[:, 0]).to(wide(dy.dtype))
     for j in range(1, k):
@@ -105,6 +127,9 @@ dispatch = define(
 
 def _combine(y: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     """[T, D] in y's dtype: sum over j of weights[t, j] * y[inverse[t * k + j]]."""
+    if _by_kernel(y):
+        kernels = _kernels(y)
+        return kernels.combine(y, weights, inverse) if kernels else _combine_fake(y, weights, order, inverse)
     slots, dtype = inverse.view(weights.shape), wide(y.dtype)
     total = y.new_zeros((weights.shape[0], y.shape[1]), dtype=dtype)
     for j in range(weights.shape[1]):
@@ -120,6 +145,11 @@ def _combine_backward(
     dout: Tensor, y: Tensor, weights: Tensor, order: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """dy [N, D] and dweights [T, k] from dout [T, D]."""
+    if _by_kernel(dout, y):
+        kernels = _kernels(y)
+        if kernels:
+            return kernels.combine_backward(dout, y, weights, inverse)
+        return _combine_backward_fake(dout, y, weights, order, inverse)
     slots, dtype = inverse.view(weights.shape), wide(y.dtype)
     dy = y.new_empty(y.shape)
     dweights = weights.new_empty(weights.shape)
@@ -220,8 +250,7 @@ def _grouped_mm_weight(x: Tensor, dy: Tensor, offsets: Tensor, transposed: bool)
     if _one_kernel(left, right):
         out = torch._grouped_mm(left.t(), right, offs=offsets)
         # The kernel leaves the result of an empty group as it finds it.
-        empty = torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0
-        out.masked_fill_(empty[:, None, None], 0.0)
+        _kernels(out).clear_empty(out, offsets)
     else:
         out = x.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
         for expert, start, end in _groups(offsets):

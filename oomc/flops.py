@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oomc import ops, private
+from oomc import ops, private, target
 from oomc.worksets import dtype_name
 
 Kind = Literal["gemm", "grouped", "attention", "attention_backward", "tiled", "memory"]
@@ -56,6 +56,10 @@ SORTS = {"sort": 10, "argsort": 10, "topk": 4, "kthvalue": 4, "msort": 10}
 """Passes over memory: a radix sort of 64-bit keys with values makes 8 and a count (Merrill and Grimshaw 2011)."""
 DELTA_KERNELS = {"gated_delta_rule": 45, "gated_delta_rule_backward": 110}
 """Kernels that a chunk of the delta rule's body launches, and about how often it passes over its [C, D] tensors."""
+
+
+ONE_PASS = ("combine", "combine_backward", "dispatch_backward")
+"""What is a loop in plain torch, and one kernel on CUDA (oomc.expert_kernels)."""
 
 
 def numel(x: torch.Tensor) -> Any:
@@ -145,18 +149,14 @@ def _own(op: OpOverload, name: str, args: Sequence[Any], kwargs: dict[str, Any],
         return [_grouped(x, 2 * numel(x) * _size(weight, -1), _size(weight, 0), nbytes([args, out]))]
     if name == "grouped_mm_weight":
         x, dy = args[0], args[1]
-        groups = _size(args[2], 0)
-        # groups without rows are cleared: one more pass over the result
-        return [
-            _grouped(x, 2 * numel(x) * _size(dy, 1), groups, nbytes([args, out])),
-            _memory(2 * nbytes(out), 3),
-        ]
+        # groups without rows are cleared by a kernel that looks for them
+        return [_grouped(x, 2 * numel(x) * _size(dy, 1), _size(args[2], 0), nbytes([args, out])), _memory(0)]
     if name in ("attention", "attention_backward"):
         return _attention(name, args, out)
     if name in DELTA_KERNELS:
         return _delta_rule(name, args, out)
     body = ops.BODIES[op]
-    if not body.traceable:
+    if not body.traceable or (name in ONE_PASS and target.kind(args[0].device) == "cuda"):
         return [_memory(nbytes([args, kwargs, out]))]
     return _of_body(body, args, kwargs)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = [
     "ConstraintError",
     "FakeTensor",
     "FakeTensorMode",
+    "below_autograd",
     "enable_python_dispatcher",
     "expression",
     "fake_mode",
@@ -48,6 +50,15 @@ __all__ = [
 def fake_mode(symbolic: bool = True) -> FakeTensorMode:
     """Fake tensors, with symbolic sizes if asked."""
     return FakeTensorMode(shape_env=ShapeEnv() if symbolic else None, allow_non_fake_inputs=True)
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """Leaves autograd out, as inside an operator's kernel: operators that only put others together stay one operator.
+
+    `torch.no_grad` records nothing either, but still goes through its kernels.
+    """
+    guard: AbstractContextManager[None] = torch._C._AutoDispatchBelowAutograd()
+    return guard
 
 
 def mode_of(tensor: torch.Tensor) -> FakeTensorMode:

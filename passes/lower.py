@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from oomc import steps
+from oomc import private, steps
 from oomc.errors import UnsupportedError
+from oomc.opdef import BODIES
 from oomc.program import PassResult, Program
 
 BACKENDS = ("eager", "inductor")
@@ -45,11 +46,30 @@ class Lower:
         for form, variant in new:
             graph = getattr(program.forms[form], variant)
             # what writes into its arguments stays as it is: around attention there are only views, nothing to fuse
-            program.compiled[form, variant] = graph if variant == steps.IN_PLACE else self._compile(graph)
+            backend = "eager" if variant == steps.IN_PLACE else self.backend
+            program.compiled[form, variant] = direct(graph) if backend == "eager" else compiled(graph)
         program.step.recompile()
         return PassResult(program, bool(new))
 
-    def _compile(self, graph: fx.GraphModule) -> Callable[..., Any]:
-        if self.backend == "eager":
-            return graph
-        return torch.compile(graph, fullgraph=True, dynamic=True)
+
+def direct(graph: fx.GraphModule) -> Callable[..., Any]:
+    """The graph op by op, with this package's operators as plain functions: dispatch to one in Python takes longer than
+    the launches of its kernels, and in small chunks that is what a step waits for."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph.graph, {}))
+    for node in copy.nodes:
+        if node.target in BODIES:
+            node.target = BODIES[node.target].function
+    module = fx.GraphModule(graph, copy)
+
+    def run(*args: Any) -> Any:
+        with private.below_autograd():
+            return module(*args)
+
+    return run
+
+
+def compiled(graph: fx.GraphModule) -> Callable[..., Any]:
+    """The graph through Inductor, for all batch shapes."""
+    function: Callable[..., Any] = torch.compile(graph, fullgraph=True, dynamic=True)
+    return function

@@ -65,9 +65,10 @@ def compiled(
     host: int | str | None = None,
     prepare: bool = True,
     optimizer: torch.optim.Optimizer | None = None,
+    on: str = "cpu",
     **options: Any,
 ) -> Step:
-    """A step of `model` on the CPU stand-in.
+    """A step of `model`, on the CPU stand-in if not said otherwise.
 
     Args:
         model: its parameters are taken over.
@@ -77,11 +78,12 @@ def compiled(
         host: host budget.
         prepare: whether to plan for `example` and take the memory now.
         optimizer: AdamW with ADAMW over what requires a gradient if None.
+        on: the device.
         options: of `oomc.compile`.
     """
     if optimizer is None:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAMW)
-    step = oomc.compile(model, oomc.Budget(device, host), optimizer=optimizer, device="cpu", **options)
+    step = oomc.compile(model, oomc.Budget(device, host), optimizer=optimizer, device=on, **options)
     if like is not None:
         known = _TRACES.setdefault(like, {})
         step._compiler.traces = {k: t.fresh() for k, t in known.items()}

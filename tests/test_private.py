@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomc import private
 
@@ -188,3 +190,21 @@ def test_a_lazy_module_makes_its_code_when_it_is_called() -> None:
     module.recompile()
     assert torch.equal(module(torch.ones(2)), -torch.ones(2))
     assert "neg" in module.code and type(module).__name__ == "Step"
+
+
+def test_below_autograd_an_operator_made_of_others_is_one() -> None:
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func._opname)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    x = torch.ones(3, 4, requires_grad=True)
+    with Names(), torch.no_grad():
+        torch.linalg.vecdot(x, x)
+        assert seen == ["mul", "sum"]
+        seen.clear()
+        with private.below_autograd():
+            y = torch.linalg.vecdot(x, x)
+    assert seen == ["linalg_vecdot"]
+    assert not y.requires_grad

@@ -1,0 +1,106 @@
+"""What moves rows between tokens and expert order, as one kernel each for CUDA.
+
+In plain torch (oomc.experts) each is a loop over the k experts of a token: some 5 kernels an expert that pass over
+[tokens, width] in fp32. Here a row is read once, summed in fp32 in the same order, and written once.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (the kernels: an annotation of theirs would be one to Triton)
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
+
+_WIDTH = 1024  # elements of a row that a program works on at once
+_CLEARED = 8192
+
+
+def _jit(function: Callable[..., Any]) -> Any:
+    return triton.jit(function)
+
+
+@_jit
+def _combine(y, weights, inverse, out, width, y_stride, K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in range(K):
+        slot = tl.load(inverse + token * K + j)
+        row = tl.load(y + slot * y_stride + columns, inside, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            row *= tl.load(weights + token * K + j).to(tl.float32)
+        total += row
+    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), inside)
+
+
+@_jit
+def _combine_backward(
+    dout, y, weights, inverse, dy, dweights, width, dout_stride, y_stride,
+    K: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    choice = tl.program_id(0).to(tl.int64)
+    token = choice // K
+    slot = tl.load(inverse + choice)
+    weight = tl.load(weights + choice).to(tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for block in range(BLOCKS):
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        inside = columns < width
+        given = tl.load(dout + token * dout_stride + columns, inside, other=0.0).to(tl.float32)
+        total += given * tl.load(y + slot * y_stride + columns, inside, other=0.0).to(tl.float32)
+        tl.store(dy + slot * width + columns, (given * weight).to(dy.dtype.element_ty), inside)
+    tl.store(dweights + choice, tl.sum(total, axis=0).to(dweights.dtype.element_ty))
+
+
+@_jit
+def _clear_empty(out, offsets, size, BLOCK: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64)
+    before = tl.load(offsets + group - 1, group > 0, other=0)
+    if tl.load(offsets + group) == before:
+        places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(out + group * size + places, tl.zeros([BLOCK], out.dtype.element_ty), places < size)
+
+
+def combine(y: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
+    """[T, D] in y's dtype: the sum over j of weights[t, j] * y[inverse[t * k + j]]."""
+    return _summed(y, weights.contiguous(), inverse, weights.shape[1])
+
+
+def dispatch_backward(dy: Tensor, inverse: Tensor, k: int) -> Tensor:
+    """[T, D]: the sum over the k slots of each token of dy [N, D]."""
+    return _summed(dy, None, inverse, k)
+
+
+def _summed(y: Tensor, weights: Tensor | None, inverse: Tensor, k: int) -> Tensor:
+    out = y.new_empty((inverse.shape[0] // k, y.shape[1]))
+    if out.numel():
+        block = min(_WIDTH, triton.next_power_of_2(y.shape[1]))
+        _combine[out.shape[0], triton.cdiv(y.shape[1], block)](
+            y, weights, inverse, out, y.shape[1], y.stride(0), K=k, WEIGHTED=weights is not None, BLOCK=block
+        )
+    return out
+
+
+def combine_backward(dout: Tensor, y: Tensor, weights: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """dy [N, D] and dweights [T, k] of `combine`, from dout [T, D]."""
+    dy, dweights = y.new_empty(y.shape), weights.new_empty(weights.shape)
+    block = min(_WIDTH, triton.next_power_of_2(y.shape[1]))
+    if dy.numel():
+        _combine_backward[inverse.shape[0],](
+            dout, y, weights.contiguous(), inverse, dy, dweights, y.shape[1], dout.stride(0), y.stride(0),
+            K=weights.shape[1], BLOCK=block, BLOCKS=triton.cdiv(y.shape[1], block),
+        )  # fmt: skip
+    return dy, dweights
+
+
+def clear_empty(out: Tensor, offsets: Tensor) -> None:
+    """Zero out[e] of each expert that has no slot; out [E, ...] is contiguous, offsets [E] are where slots end."""
+    size = out[0].numel()
+    if size:
+        _clear_empty[out.shape[0], triton.cdiv(size, _CLEARED)](out, offsets, size, BLOCK=_CLEARED)
