@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -52,11 +53,6 @@ def tiles(batch: int, sequence: int, chunk: tuple[int, int]) -> list[Tile]:
     ]
 
 
-def atoms_of(layout: Layout) -> list[Any]:
-    """All atoms of a layout, in order."""
-    return [a for dim in layout for a in dim]
-
-
 def opened(x: torch.Tensor, layout: Layout, sizes: tuple[int, int]) -> tuple[torch.Tensor, dict[str, int]]:
     """A view of `x` in which each token has a dimension of its own, and these dimensions.
 
@@ -65,23 +61,32 @@ def opened(x: torch.Tensor, layout: Layout, sizes: tuple[int, int]) -> tuple[tor
         layout: of `x`, with as many dimensions.
         sizes: of batch and sequence in `x`.
     """
-    known = {"B": sizes[0], "S": sizes[1]}
+    splits, where = _split_dims(layout)
+    for at, dim in splits:
+        x = x.unflatten(at, [sizes["BS".index(a)] if isinstance(a, str) else a for a in dim])
+    return x, where
+
+
+@lru_cache(maxsize=4096)
+def _split_dims(layout: Layout) -> tuple[tuple[tuple[int, tuple[Any, ...]], ...], dict[str, int]]:
+    """The dimensions that hold tokens and more, each with its place, and where the tokens are once these are split."""
+    splits: list[tuple[int, tuple[Any, ...]]] = []
     where: dict[str, int] = {}
     at = 0
     for dim in layout:
         tokens = [a for a in dim if isinstance(a, str)]
         if tokens and len(dim) > 1:
-            x = x.unflatten(at, [known[a] if isinstance(a, str) else a for a in dim])
+            splits.append((at, tuple(dim)))
         for atom in dim if tokens else (None,):
             if isinstance(atom, str):
                 where[atom] = at
             at += 1
-    return x, where
+    return tuple(splits), where
 
 
 def closed(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """The inverse of `opened`; a copy where it cannot be a view."""
-    for at, dim in enumerate(layout):
+    for at, dim in enumerate(layout) if _split_dims(layout)[0] else ():
         if len(dim) > 1 and any(isinstance(a, str) for a in dim):
             x = x.flatten(at, at + len(dim) - 1)
     return x
@@ -95,8 +100,9 @@ def narrow(x: torch.Tensor, layout: Layout, tile: Tile) -> torch.Tensor:
 def _opened_part(x: torch.Tensor, layout: Layout, tile: Tile) -> torch.Tensor:
     x, where = opened(x, layout, (tile.batch, tile.sequence))
     for token, dim in where.items():
-        part = tile.part(token)
-        x = x.narrow(dim, part.start, part.stop - part.start)
+        if tile.cuts(token):
+            part = tile.part(token)
+            x = x.narrow(dim, part.start, part.stop - part.start)
     return x
 
 
@@ -113,6 +119,7 @@ class Total:
 
     def __init__(self, layout: Layout, adds: bool, backwards: bool = False) -> None:
         self.layout, self.adds, self.backwards = layout, adds, backwards
+        self.tokens = frozenset(_split_dims(layout)[1])
         self.value: torch.Tensor | None = None
         self.dtype = torch.float32
 
@@ -122,8 +129,7 @@ class Total:
 
     def add(self, part: torch.Tensor, tile: Tile) -> None:
         """Take in one tile's part."""
-        tokens = {a for a in atoms_of(self.layout) if isinstance(a, str)}
-        missing = [t for t in ("B", "S") if t not in tokens and tile.cuts(t)]
+        missing = [t for t in ("B", "S") if t not in self.tokens and tile.cuts(t)]
         again = any(self._comes_later(tile, t) for t in missing)
         if again and not self.adds:
             return
@@ -132,7 +138,7 @@ class Total:
             wide = torch.float32
         if self.value is None:
             self.dtype = part.dtype
-            if not tokens:
+            if not self.tokens:
                 self.value = part.to(wide, copy=True)
                 return
             self.value = self._empty(part, tile, wide)
@@ -199,7 +205,7 @@ class _Argument:
             return narrow(arg[tile.index], self.layout, tile)
         part = narrow(arg, self.layout, tile)
         if self.kind == "tangent" and not self.reduced:
-            tokens = atoms_of(self.layout)
+            tokens = _split_dims(self.layout)[1]
             if any(t not in tokens and tile.part(t).start > 0 for t in ("B", "S")):
                 return torch.zeros_like(part)  # every tile has computed the same output: the first takes its gradient
         return part
