@@ -63,7 +63,7 @@ def step_passes(choose: ChooseResidency) -> tuple[Pass, ...]:
 
 def chosen(plan: Plan) -> ChooseResidency:
     """The choice that made a plan."""
-    return ChooseResidency(plan.sizes, given=replace(plan, slots=(), host_slots=()))
+    return ChooseResidency(plan.sizes, given=replace(plan, slots=(), host_slots=(), regenerated=0))
 
 
 def run_passes(

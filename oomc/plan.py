@@ -149,7 +149,7 @@ class Plan:
     Attributes:
         sizes: the batch and sequence size it is made for.
         residency: for each value that the backward needs: keep it on the device, recompute it, or offload it to the
-            host until then.
+            host until then. A value between blocks that is recomputed is regenerated from an earlier one.
         chunks: for each chunked workset, its (batch, sequence) rectangle.
         prefetch: how many slabs are fetched ahead of the one in use, and how many blocks ahead of the one that computes
             values come back from the host; so many blocks do they have to leave.
@@ -162,6 +162,7 @@ class Plan:
         update_bytes: device bytes of resident slabs and of what updates on the device need.
         slots: bytes of each device slot for weights, from schedule.
         host_slots: bytes of each host slot for values, from schedule.
+        regenerated: how many of the recomputed values are between blocks, from schedule.
         budget: what the plan was made for.
     """
 
@@ -177,6 +178,7 @@ class Plan:
     update_bytes: int = 0
     slots: tuple[int, ...] = ()
     host_slots: tuple[int, ...] = ()
+    regenerated: int = 0
     budget: Budget = Budget()
 
     @property
@@ -190,11 +192,12 @@ class Plan:
         chunks = ", ".join(f"{n} workset{'s' * (n != 1)} in {b}x{s}" for (b, s), n in shapes.items()) or "none"
         recomputed, offloaded = (sum(r == kind for r in self.residency.values()) for kind in ("recompute", "offload"))
         where = {"host": "host", "device": "device", "both": "host and device"}[self.where]
+        again = f" ({self.regenerated} of them between blocks)" if self.regenerated else ""
         count = len(self.resident)
         state = f"state of {count} slab{'s' * (count != 1)} on device, of the rest" if self.resident else "state"
         return (
             f"batch {self.sizes[0]} x {self.sizes[1]}; {state} on host, updated by {where}"
-            f"{' once the norm is known' if self.keep else ''}; {recomputed} values recomputed, "
+            f"{' once the norm is known' if self.keep else ''}; {recomputed} values recomputed{again}, "
             f"{len(self.residency) - recomputed - offloaded} kept{f', {offloaded} on the host' if offloaded else ''}; "
             f"chunks: {chunks}; prefetch {self.prefetch}; gradients of "
             f"{self.hold} block{'s' * (self.hold != 1)} held"

@@ -390,6 +390,7 @@ class Planner:
                 plan = replace(
                     plan, accumulate=request.accumulate, keep=request.updates.keep and not request.accumulate,
                     update_bytes=request.updates.staging_bytes(plan.where) + own, slots=(), host_slots=(),
+                    regenerated=0,
                 )  # fmt: skip
                 checked = self._checked_plan(source, cut, plan, request)
                 if request.allowed is not None and checked.peak > request.allowed:
@@ -425,7 +426,7 @@ def _why_not_for(plan: Plan, source: Source, request: Request) -> str:
     for name, where in plan.residency.items():
         if where not in ("keep", "recompute", "offload"):
             return f"{name} is {where!r}, and not kept, recomputed or offloaded"
-        if where == "recompute" and values[name].kind not in ("fence", "rest"):
+        if where == "recompute" and values[name].kind not in ("fence", "rest", "bound"):
             return f"{name} cannot be computed again"
         if where == "offload" and not values[name].leaves:
             return f"{name} cannot wait on the host"

@@ -131,6 +131,7 @@ class _Data:
         self.sums: dict[Any, Sum] = {}
         self.arrived: dict[str, Sum] = {}
         self.rngs: dict[int, fx.Node] = {}
+        self.regenerated: dict[Identity, fx.Node] = {}
         self.expected = self._expect_contributions()
 
     def _expect_contributions(self) -> dict[Any, set[Contribution]]:
@@ -280,7 +281,11 @@ class _Data:
         chunked = node.target is steps.run_chunks
         args = node.args[4 if chunked else 3 :]
         workset = self.worksets.get(note.workset)
-        if workset is None or workset.form != node.args[1] or note.phase != steps.phase_of(variant):
+        phase = steps.phase_of(variant)
+        if phase == "recompute" and workset is not None and workset.block != note.block:
+            phase = "regenerate"
+            self._verify_regenerated(node, workset)
+        if workset is None or workset.form != node.args[1] or note.phase != phase:
             self.faults.add(f"it says that it is {note.workset} in its {note.phase}, and is not", node)
             return
         if chunked and "insert_chunks" in self.reached:
@@ -321,13 +326,44 @@ class _Data:
             self.faults.add(f"%{arg} is {_shape(arg)}, and the form takes {_shape(take)}", node)
         if not isinstance(arg, fx.Node) or meta.note(node).phase == "forward" or "insert_recompute" not in self.reached:
             return
-        if self.plan is None or meta.note(arg).phase != "forward" or got[0] not in ("value", "saved value"):
+        if self.plan is None or got[0] not in ("value", "saved value") or arg.target is steps.restored:
             return
         planned = self.plan.residency.get(meta.note(arg).source)
+        if meta.note(arg).phase != "forward":
+            if planned in ("keep", "offload"):
+                self.faults.add(f"it uses %{arg}, which is computed again and is planned to {planned}", node)
+            return
         if planned == "recompute" and got[0] == "value":
             self.faults.add(f"it uses %{arg} of the forward, which is planned to be recomputed", node)
         if planned == "offload" and "insert_value_offload" in self.reached:
             self.faults.add(f"it uses %{arg} of the forward, which is planned to be on the host", node)
+
+    def _verify_regenerated(self, node: fx.Node, workset: Workset) -> None:
+        """What an earlier block made is regenerated right before the backward of the block that needs it, and once."""
+        note = meta.note(node)
+        after = node
+        while after.op != "output" and not (after.target in steps.COMPUTE and meta.note(after).phase == "backward"):
+            after = after.next
+        if meta.note(after).block != note.block or workset.block > note.block:
+            self.faults.add(f"it regenerates {workset.name} for block {note.block}, and stands before %{after}", node)
+        users = [user for part in node.users for user in part.users]
+        if not any(meta.note(user).block == note.block and user.target in steps.COMPUTE for user in users):
+            self.faults.add(f"nothing in block {note.block} uses what it regenerates: it can be made later", node)
+        for part in node.users:
+            value = self._identify(part)
+            if any(meta.note(user).workset in self._others(value, workset) for user in part.users):
+                if value in self.regenerated:
+                    self.faults.add(
+                        f"{_text(value)} is regenerated a second time, after %{self.regenerated[value]}", node
+                    )
+                self.regenerated[value] = part
+
+    def _others(self, value: Identity, own: Workset) -> set[str]:
+        """Worksets of other blocks that are made from a value."""
+        return {
+            w.name for w in self.worksets.values()
+            if w.block != own.block and any(isinstance(s, fx.Node) and s.name == value[1] for s in w.inputs)
+        }  # fmt: skip
 
     # --- gradients
 

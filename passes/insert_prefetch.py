@@ -1,8 +1,9 @@
 """insert_prefetch: weights come from the host where they are used, and go when they are not.
 
 Every stretch of use of a slab gets a fetch, a wait and a release. Two stretches are one where no other slab comes
-into use between them. The fetch stands right before its wait: schedule moves it ahead. A slab that lives on the device
-needs no copy: its weights are there.
+into use between them; and what regenerates a boundary shares the weights with its block's own backward, if that is so
+near that they would be fetched ahead anyway. The fetch stands right before its wait: schedule moves it ahead. A slab
+that lives on the device needs no copy: its weights are there.
 
 Before:
 
@@ -50,7 +51,7 @@ class InsertPrefetch:
         for node in holders:
             if node.args[1] in program.plan.resident:
                 node.target = steps.device_weights
-        found = stretches(graph)
+        found = stretches(graph, program.plan.prefetch)
         nodes = list(graph.nodes)
         for stretch in found:
             first, last, holder = nodes[stretch.start], nodes[stretch.end], stretch.holders[0]
@@ -76,7 +77,7 @@ class InsertPrefetch:
         return PassResult(program, bool(holders))
 
 
-def stretches(graph: fx.Graph) -> list[Stretch]:
+def stretches(graph: fx.Graph, prefetch: int) -> list[Stretch]:
     """The stretches of use of all slabs, ordered by their beginning."""
     position = {n: i for i, n in enumerate(graph.nodes)}
     found: list[Stretch] = []
@@ -88,9 +89,15 @@ def stretches(graph: fx.Graph) -> list[Stretch]:
     for stretch in found:
         before = next((s for s in reversed(merged) if s.slab == stretch.slab), None)
         between = [s for s in found if before and s.slab != stretch.slab and before.end < s.start < stretch.start]
-        if before is not None and not between:
+        if before is not None and (not between or _is_near(before, stretch, prefetch)):
             before.holders += stretch.holders
             before.end = max(before.end, stretch.end)
         else:
             merged.append(stretch)
     return merged
+
+
+def _is_near(before: Stretch, stretch: Stretch, prefetch: int) -> bool:
+    """Whether a slab that regenerates a boundary is used again within the blocks that are fetched ahead."""
+    note, then = meta.note(before.holders[-1]), meta.note(stretch.holders[0])
+    return note.phase == "regenerate" and note.block - then.block <= prefetch

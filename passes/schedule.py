@@ -4,7 +4,7 @@ Each fetch moves ahead by `plan.prefetch` stretches of use, into a slot that is 
 `plan.hold` blocks stay on the device until their updates have read them: those of the last ones into the next step, up
 to the first use of their slab there. A value that is offloaded goes from the device where the forward is
 `plan.prefetch` blocks further, and begins to come back where the backward is so many blocks before its use. The sizes
-of the slots go into the plan.
+of the slots go into the plan, and how many boundaries are regenerated.
 
 Before (prefetch 1):
 
@@ -30,6 +30,7 @@ from oomc import meta, steps
 from oomc.offloadable import value_bytes
 from oomc.plan import Plan
 from oomc.program import PassResult, Program
+from oomc.regenerate import regenerated
 
 
 @dataclass(frozen=True)
@@ -47,26 +48,37 @@ class Schedule:
         move_values(graph, program.plan.prefetch)
         slots = assign_slots(graph, {s.name: s.layout.weight_bytes for s in program.slabs})
         host_slots = assign_host_slots(program)
-        program.plan = replace(program.plan, slots=slots, host_slots=host_slots)
+        again = len(regenerated(program))
+        program.plan = replace(program.plan, slots=slots, host_slots=host_slots, regenerated=again)
         program.step.recompile()
-        return PassResult(program, bool(slots or host_slots) or [n.name for n in graph.nodes] != before)
+        return PassResult(program, bool(slots or host_slots or again) or [n.name for n in graph.nodes] != before)
 
 
 def prefetch_ahead(graph: fx.Graph, depth: int) -> None:
-    """Move each fetch, with what it awaits, before the wait of the stretch `depth` before its own."""
+    """Move each fetch, with what it awaits, to where the stretch `depth` before its own begins."""
     waits = graph.find_nodes(op="call_function", target=steps.wait)
     order = {n: i for i, n in enumerate(graph.nodes)}
-    waits.sort(key=lambda n: order[n])
-    for index, wait in enumerate(waits):
+    # where weights that have regenerated a boundary are held for their own block's backward, that begins a stretch too
+    begins = sorted([*waits, *(own for wait in waits if (own := _own_use(wait, order)))], key=lambda n: order[n])
+    for wait in sorted(waits, key=lambda n: order[n]):
         fetch = wait.args[1]
         assert isinstance(fetch, fx.Node)
-        target = waits[max(0, index - depth)]
+        target = begins[max(0, begins.index(wait) - depth)]
         if target is wait:
             continue
         before = fetch.prev
         target.prepend(fetch)
         if before.target is steps.await_update and before.args[1] == fetch.args[1]:
             fetch.prepend(before)
+
+
+def _own_use(wait: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
+    """The first use for its own block's backward of a slab that has regenerated a boundary for a later block's."""
+    block = meta.note(wait).block
+    if meta.note(wait).phase != "regenerate":
+        return None
+    users = [user for part in wait.users for user in part.users if meta.note(user).block != block]
+    return min(users, key=lambda user: order[user], default=None)
 
 
 def hold_gradients(graph: fx.Graph, plan: Plan) -> None:

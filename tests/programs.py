@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from oomc import meta, pipeline, steps
 from oomc.capture import Batch, capture
-from oomc.offloadable import why_not
+from oomc.offloadable import kept_values, why_not
 from oomc.passes.choose_residency import Candidate, ChooseResidency
 from oomc.plan import Budget, Residency
 from oomc.program import Program
@@ -190,6 +190,27 @@ def offloaded(
     passes = pipeline.step_passes(pipeline.chosen(replace(base, residency=choice)))
     end = [p.name for p in passes].index(until)
     return pipeline.run_passes(bare(kind), passes[: end + 1], verify=until == "schedule")
+
+
+@cache
+def boundaries(kind: str) -> tuple[str, ...]:
+    """What blocks hand to later ones and the backward needs, but for what the last block is given."""
+    program = bare(kind)
+    found = [(meta.note(node), inside) for node, inside in kept_values(program)]
+    return tuple(note.source for note, inside in found if not inside and note.block < len(program.blocks) - 2)
+
+
+def regenerated(
+    kind: str, names: Collection[str], prefetch: int = 1, until: str = "schedule", offload: Collection[str] = (),
+    verify: bool = True,
+) -> Program:  # fmt: skip
+    """A program in which the named boundaries are regenerated; the other values are as the fixed policy plans."""
+    base = ChooseResidency(SIZES, candidate=Candidate(8, prefetch, 1))(bare(kind)).program.plan
+    assert base is not None
+    choice = base.residency | dict.fromkeys(offload, "offload") | dict.fromkeys(names, "recompute")
+    passes = pipeline.step_passes(pipeline.chosen(replace(base, residency=choice)))
+    end = [p.name for p in passes].index(until)
+    return pipeline.run_passes(bare(kind), passes[: end + 1], verify=verify)
 
 
 def with_own_step(program: Program) -> Program:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -69,4 +70,53 @@ def test_any_single_value_can_be_recomputed(index: int) -> None:
     program.plan = replace(program.plan, residency=choice)
     program = InsertRecompute()(program).program
     verify_program(program, "insert_recompute")
+    programs.assert_runs(program, programs.model("topk"))
+
+
+# -- boundaries -------------------------------------------------------------------------------------------------------
+
+
+def test_golden_regenerated(golden: Golden) -> None:
+    """The embedding is kept, what the first layer made of it is regenerated for the second one's backward."""
+    names = programs.boundaries("mlp")[1:]
+    before, after = (programs.regenerated("mlp", names, until=name) for name in ("insert_chunks", "insert_recompute"))
+    golden("insert_recompute_regenerated", programs.stable(f"{print_program(before)}\n\n{print_program(after)}"))
+    for program in (before, after):
+        programs.assert_runs(program, programs.model("mlp"))
+
+
+@pytest.mark.parametrize("kind", ["topk", "plain", "tied", "mlp"])
+def test_regenerated_boundaries_have_the_same_bits(kind: str) -> None:
+    """Dropout and the choice of experts are those of the first time."""
+    own = programs.model(kind)
+    kept = programs.run_step(programs.up_to(kind, "insert_chunks"), own)
+    every = programs.boundaries(kind)
+    assert len(every) == 2
+    for names in itertools.chain(*(itertools.combinations(every, n) for n in (1, 2))):
+        again = programs.run_step(programs.regenerated(kind, names), own)
+        assert torch.equal(kept[0], again[0])
+        assert all(torch.equal(kept[1][name], again[1][name]) for name in kept[1]), names
+
+
+def test_a_boundary_is_regenerated_for_the_block_that_needs_it_first_and_once() -> None:
+    program = programs.regenerated("topk", programs.boundaries("topk"), until="insert_recompute")
+    found = [(meta.note(n).block, meta.note(n).workset) for n in program.graph.nodes
+             if n.target in steps.COMPUTE and meta.note(n).phase == "regenerate"]  # fmt: skip
+    assert found == [(2, "prologue/0"), *((2, f"layers.0/{i}") for i in range(4))], "the embedding is kept from then on"
+    again = [(meta.note(n).block, meta.note(n).workset) for n in program.graph.nodes
+             if n.target in steps.COMPUTE and meta.note(n).phase == "recompute"]  # fmt: skip
+    assert again == [(block, f"layers.{block - 1}/{i}") for block in (2, 1) for i in range(3)]
+
+
+def test_what_attention_gave_is_not_computed_again_if_it_is_kept() -> None:
+    program = programs.bare("topk")
+    fences = [w.outputs[0].name for b in program.blocks[1:3] for w in b.worksets[1:2]]
+    program = programs.regenerated("topk", programs.boundaries("topk")[1:], until="insert_chunks")
+    assert program.plan is not None
+    program.plan = replace(program.plan, residency=program.plan.residency | dict.fromkeys(fences, "keep"))
+    program = InsertRecompute()(program).program
+    verify_program(program, "insert_recompute")
+    ran = [meta.note(n).workset for n in program.graph.nodes if n.target in steps.COMPUTE
+           and meta.note(n).phase == "regenerate"]  # fmt: skip
+    assert ran == ["layers.0/2", "layers.0/3"]
     programs.assert_runs(program, programs.model("topk"))

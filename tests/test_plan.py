@@ -47,5 +47,7 @@ def test_a_plan_is_frozen_and_says_what_it_is() -> None:
     text = plan.describe()
     assert "on the host;" not in text
     assert "1 kept, 1 on the host" in Plan((1, 1), {"a": "keep", "b": "offload"}).describe()
+    again = Plan((1, 1), {"a": "recompute", "b": "recompute"}, regenerated=1).describe()
+    assert "2 values recomputed (1 of them between blocks), 0 kept" in again
     assert Plan((1, 1), host_slots=(3, 5)).host_value_bytes == 8
     assert "batch 2 x 128" in text and "1 values recomputed, 1 kept" in text and "1 workset in 1x64" in text

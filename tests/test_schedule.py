@@ -36,6 +36,38 @@ def test_prefetch_takes_a_slot_for_each_slab_ahead(prefetch: int, slots: int) ->
     assert len(program.plan.slots) == slots
 
 
+@pytest.mark.parametrize(("prefetch", "slots"), [(0, 1), (1, 2), (2, 3)])
+def test_regenerating_takes_no_slot_of_its_own(prefetch: int, slots: int) -> None:
+    """Weights are fetched as far ahead as without it; those held for their own backward were to come next anyway."""
+    program = programs.regenerated("topk", programs.boundaries("topk")[1:], prefetch)
+    assert program.plan is not None
+    assert len(program.plan.slots) == slots
+    nodes = list(program.graph.nodes)
+    (run,) = (n for n in nodes if meta.note(n).workset == "layers.0/0" and meta.note(n).phase == "regenerate"
+              and n.target in steps.COMPUTE)  # fmt: skip
+    (wait,) = {a.args[0] for a in run.all_input_nodes if a.args and getattr(a.args[0], "target", None) is steps.wait}
+    starts = [n for n in nodes if n.target is steps.wait][: 5 - prefetch]
+    assert wait.args[1].args[1] == "layers.0"
+    assert all(nodes.index(n) < nodes.index(wait.args[1]) for n in starts[:-1]), "not before its turn"
+    if prefetch:
+        assert nodes.index(wait.args[1]) < nodes.index(starts[-1])
+
+
+def test_values_come_back_in_time_for_what_is_regenerated_from_them() -> None:
+    """The embedding is needed for layers.1's backward, and then stays for that of layers.0."""
+    embedding, add = programs.boundaries("topk")
+    program = programs.regenerated("topk", [add], prefetch=1, offload=[embedding], verify=False)
+    nodes = list(program.graph.nodes)
+    (restore,) = (n for n in nodes if n.target is steps.restore)
+    first = {b: next(n for n in nodes if n.target in steps.COMPUTE and meta.note(n).block == b
+                     and meta.note(n).phase != "forward") for b in (2, 3)}  # fmt: skip
+    assert nodes.index(first[3]) > nodes.index(restore), "one block before"
+    (restored,) = (n for n in nodes if n.target is steps.restored)
+    assert nodes.index(restored) < nodes.index(first[2])
+    assert {meta.note(u).phase for u in restored.users} >= {"regenerate", "backward"}
+    programs.assert_runs(program, programs.model("topk"))
+
+
 def test_a_fetch_stands_before_the_wait_of_the_stretch_before() -> None:
     program = programs.up_to("topk", "schedule")
     nodes = list(program.graph.nodes)

@@ -570,6 +570,121 @@ def test_value_that_was_to_be_recomputed(step: Program) -> None:
     broken(step, "of the forward, which is planned to be recomputed")
 
 
+# --- regenerated boundaries
+
+
+@pytest.fixture
+def regenerated() -> Program:
+    """The embedding and what the first layer makes of it are regenerated for the backward of the second."""
+    return programs.regenerated("topk", programs.boundaries("topk"))
+
+
+def regenerating(program: Program, workset: str) -> fx.Node:
+    """The run that regenerates what a workset made."""
+    return next(n for n in program.graph.nodes if n.target in steps.COMPUTE and meta.note(n).workset == workset
+                and meta.note(n).phase == "regenerate")  # fmt: skip
+
+
+def fetch_for(run: fx.Node) -> fx.Node:
+    """The fetch of the weights that a run takes."""
+    holders = [a.args[0] for a in run.all_input_nodes if a.target is operator.getitem]
+    (wait,) = {h for h in holders if isinstance(h, fx.Node) and h.target is steps.wait}
+    assert isinstance(wait.args[1], fx.Node)
+    return wait.args[1]
+
+
+def test_boundary_that_was_to_be_regenerated(regenerated: Program) -> None:
+    """It would be on the device all the time."""
+    backward = runs(regenerated, "layers.1/3", "backward")
+    copy_of = next(a for a in backward.all_input_nodes if meta.note(a).phase == "regenerate")
+    kept = next(n for n in regenerated.graph.nodes if meta.note(n).source == meta.note(copy_of).source
+                and meta.note(n).phase == "forward")  # fmt: skip
+    backward.replace_input_with(copy_of, kept)
+    broken(regenerated, "of the forward, which is planned to be recomputed")
+
+
+def test_boundary_that_was_to_be_kept(regenerated: Program) -> None:
+    assert regenerated.plan is not None
+    where = regenerated.plan.residency | {programs.boundaries("topk")[1]: "keep"}
+    regenerated.plan = replace(regenerated.plan, residency=where)
+    broken(regenerated, "which is computed again and is planned to keep")
+
+
+def test_boundary_regenerated_too_early(regenerated: Program) -> None:
+    """For the last block's backward, where nothing needs it yet."""
+    run = regenerating(regenerated, "prologue/0")
+    backward = runs(regenerated, "epilogue/0", "backward")
+    for argument in run.all_input_nodes:
+        if argument.target is operator.getitem:
+            backward.prepend(argument.args[0].args[1])  # type: ignore[union-attr, arg-type]
+            backward.prepend(argument.args[0])  # type: ignore[arg-type]
+            backward.prepend(argument)
+    backward.prepend(run)
+    broken(regenerated, "it regenerates prologue/0 for block 2, and stands before %epilogue_0_backward")
+
+
+def test_boundary_regenerated_for_a_block_that_does_not_need_it(regenerated: Program) -> None:
+    for node in regenerated.graph.nodes:
+        if meta.note(node).phase == "regenerate":
+            meta.set_note(node, replace(meta.note(node), block=3))
+    broken(regenerated, "nothing in block 3 uses what it regenerates: it can be made later")
+
+
+def test_boundary_regenerated_twice(regenerated: Program) -> None:
+    run = regenerating(regenerated, "prologue/0")
+    backward = runs(regenerated, "layers.1/3", "backward")
+    value = next(iter(run.users))
+    with regenerated.graph.inserting_before(next(n for n in regenerated.graph.nodes if n is value).next):
+        again = regenerated.graph.node_copy(run)
+        part = regenerated.graph.node_copy(value)
+    set_arg(part, 0, again)
+    user = next(n for n in value.users if meta.note(n).phase == "recompute" or n is not backward)
+    user.replace_input_with(value, part)
+    broken(regenerated, "value embedding is regenerated a second time")
+
+
+def test_boundary_regenerated_from_another_one(regenerated: Program) -> None:
+    run = regenerating(regenerated, "layers.0/0")
+    own = next(iter(regenerating(regenerated, "prologue/0").users))
+    other = next(n for n in regenerated.graph.nodes if meta.note(n).source == programs.boundaries("topk")[1]
+                 and meta.note(n).phase == "forward")  # fmt: skip
+    run.replace_input_with(own, other)
+    broken(regenerated, "must be given value embedding, and is given value")
+
+
+def test_boundary_regenerated_with_another_choice_of_experts(regenerated: Program) -> None:
+    run, other = regenerating(regenerated, "layers.0/3"), runs(regenerated, "layers.1/3", "backward")
+    own = [a for a in run.all_input_nodes if ":saved." in meta.note(a).source]
+    theirs = [a for a in other.all_input_nodes if ":saved." in meta.note(a).source]
+    run.replace_input_with(own[0], theirs[0])
+    broken(regenerated, "must be given saved value 0 of layers.0/3", "what is never recomputed comes from the first")
+
+
+def test_boundary_regenerated_with_another_dropout_state(regenerated: Program) -> None:
+    run = regenerating(regenerated, "layers.0/2")
+    first, second = calls(regenerated, steps.rng)
+    run.replace_input_with(first, second)
+    broken(regenerated, "must be given dropout state of block 1, and is given dropout state of block 2")
+
+
+def test_boundary_regenerated_in_other_chunks(regenerated: Program) -> None:
+    set_arg(regenerating(regenerated, "layers.0/0"), 3, (1, 3))
+    broken(regenerated, "it runs in chunks of (1, 3), planned is (1, 8)")
+
+
+def test_weights_released_before_they_regenerate(regenerated: Program) -> None:
+    run = regenerating(regenerated, "layers.0/3")
+    (release,) = calls(regenerated, steps.release, fetch_for(run))
+    run.prepend(release)
+    broken(regenerated, "it uses weights of layers.0 after their release")
+
+
+def test_weights_that_regenerate_in_a_slot_that_is_taken(regenerated: Program) -> None:
+    own, other = fetch_for(regenerating(regenerated, "layers.0/3")), calls(regenerated, steps.fetch, "layers.1")[-1]
+    set_arg(other, 2, own.args[2])
+    broken(regenerated, "which is not released")
+
+
 def test_value_of_another_layer(step: Program) -> None:
     first, second = runs(step, "layers.0/0", "recompute"), runs(step, "layers.1/0", "recompute")
     own, other = (next(a for a in n.all_input_nodes if meta.note(a).phase == "forward") for n in (first, second))
