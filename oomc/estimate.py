@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from oomc import machine as machines
-from oomc import meta, pipeline, private, repeat, target
+from oomc import meta, pipeline, private, regenerate, repeat, target
 from oomc.capture import Batch, LossFn, capture
 from oomc.compiler import Compiler, Options
 from oomc.cost import Costs
@@ -146,9 +146,10 @@ class Estimate:
         assert self.budget.device is not None and self.budget.host is not None
         device = [*self.device, ("projected peak", "", self.device_peak), ("allowed", "", self.budget.device)]
         tokens = f"{self.sizes[0]} x {self.sizes[1]} tokens a step, {self.tokens_per_s:,.0f} tokens/s"
+        again = regenerate.describe(self._made[0], self.timeline)
         sections = {
             f"{self.model} on {self.machine.name}": f"{self.summary}\nrates: {self.machine.source}",
-            "plan": self.plan.describe() + (f"\n{self.why}" if self.why else ""),
+            "plan": "\n".join(filter(None, (self.plan.describe(), str(self.why or ""), again))),
             "device memory": size_table(device),
             "host memory": size_table([*self.host, ("allowed", "", self.budget.host)]),
             "time": f"{tokens}\n{self.timeline.describe()}",

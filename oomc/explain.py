@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from oomc.instance import Source, residency
 from oomc.plan import Plan, format_bytes
 from oomc.quick import WHERE, Decisions, Instance
+from oomc.regenerate import boundaries
 from oomc.search import Search
 
 GIB = 1 << 30
@@ -71,7 +72,14 @@ class Explanation:
         reason = ""
         if allowed is not None and left > SMALL * allowed:
             reason = f"{format_bytes(left)} of the device budget are left over: " + _left(instance, d, now, allowed)
-        blocks = tuple((b.name, _block(instance, d, i, now)) for i, b in enumerate(source.program.blocks))
+        again = {
+            b.block: f"its values for others regenerated in {1000 * b.seconds:.2f} ms, {format_bytes(b.nbytes)} less"
+            for b in boundaries(source.program, plan, source.costs)
+            if plan.residency[b.value] == "recompute"
+        }
+        blocks = tuple(
+            (b.name, _block(instance, d, i, now, again.get(i, ""))) for i, b in enumerate(source.program.blocks)
+        )
         return Explanation(left, reason, device_gib, host_gib, blocks)
 
 
@@ -86,7 +94,7 @@ def decisions_of(source: Source, instance: Instance, plan: Plan) -> Decisions:
     level = [0] * n
     for choice in range(len(instance.levels)):
         made = residency(values, (choice,) * n, tuple(away))
-        differs = {v.block for v in values if made[v.name] != plan.residency[v.name]}
+        differs = {v.block for v in values if v.kind != "bound" and made[v.name] != plan.residency[v.name]}
         for b in range(n):
             if instance.allowed[b, choice] and b not in differs:
                 level[b] = choice
@@ -107,8 +115,8 @@ def _left(instance: Instance, d: Decisions, now: float, allowed: int) -> str:
     return f"the next thing that makes the step faster needs {format_bytes(beyond)} in all"
 
 
-def _block(instance: Instance, d: Decisions, b: int, now: float) -> str:
-    """One block's decision with what the nearest other one would cost."""
+def _block(instance: Instance, d: Decisions, b: int, now: float, again: str) -> str:
+    """One block's decision with what the nearest other one would cost; `again` says what of it is regenerated."""
     parts = []
     slab = int(instance.uses[b, 0])
     if slab >= 0 and d.resident[slab]:
@@ -127,7 +135,9 @@ def _block(instance: Instance, d: Decisions, b: int, now: float) -> str:
         more = instance.device_bytes(best) - instance.device_bytes(d)
         size = f"for {format_bytes(more)} more" if more > 0 else f"{format_bytes(-more)} less"
         parts.append(f"{text}; '{instance.levels[level]}' {size} {_delta(instance, best, now)}")
-    if instance.bound[b] > 0:
+    if again:
+        parts.append(again)
+    elif instance.bound[b] > 0:
         parts.append(f"its values for others {'on the host' if d.away[b] else 'on device'}")
     return "; ".join(parts) or "nothing to decide"
 

@@ -84,7 +84,7 @@ class StepNote:
     """Where a node of the step graph comes from.
 
     Attributes:
-        phase: `forward`, `recompute`, `regenerate` (for a block's backward, what an earlier one made), `backward` or ''.
+        phase: `forward`, `recompute`, `regenerate` (what earlier blocks made, for this one's backward), `backward`, ''.
         block: index of the block whose forward or backward it is part of, or -1.
         workset: the workset's name, or ''.
         source: name of the forward graph's value that this one is (or whose gradient it is), or ''.

@@ -4,14 +4,17 @@
 
 A cut is a bare program (blocks in worksets, or whole). Each way to run it in chunks is an instance (oomc.instance); the
 search (oomc.search) asks the quick evaluation, and the best few plans are checked on their real step graphs: projected
-(oomc.simulate) and timed (oomc.timeline). What turns out over budget is sought again with less. Everything that was
-checked is remembered, so that a larger budget never gets a slower plan than a smaller one got.
+(oomc.simulate) and timed (oomc.timeline). What turns out over budget is sought again with less. Where the host's budget
+or the link then is what holds a step back, boundaries that would wait on the host are regenerated instead, as far as
+that is better (oomc.regenerate). Everything that was checked is remembered, so that a larger budget never gets a slower
+plan than a smaller one got.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from oomc import pipeline, timeline
@@ -24,6 +27,7 @@ from oomc.passes.choose_residency import CHUNK_TOKENS, DEFAULT, UNLIMITED, Candi
 from oomc.plan import Budget, Plan, Updates, format_bytes
 from oomc.program import Program
 from oomc.quick import Decisions, Instance
+from oomc.regenerate import CHAINS, Boundary, boundaries, groups, with_regenerated
 from oomc.replay import project_reserved
 from oomc.search import Beyond, Found, Search, frugal
 from oomc.simulate import Profiler, Projection, project
@@ -40,6 +44,10 @@ SAFER = 0.005
 """The share by which a step may be longer that runs within an allocator's limit of just the budget."""
 UNUSED = 0.02
 """The share of the device that may be set aside for an allocator and not be used, before plans are sought again."""
+FULL = 0.9
+"""The share of the host's budget from which on it may be what a plan was made to fit."""
+WAITS = 0.01
+"""The share of a step from which on it counts that the compute waits for values."""
 ROUNDS = 5
 """How often plans are sought again with what the last ones were over budget taken off; of few blocks, more often."""
 MOST_ROUNDS, FEW = 12, 6
@@ -96,6 +104,7 @@ class Checked:
         peak: device bytes (`Projection.held`).
         host: bytes.
         reserved, limit: of the projection.
+        linked: copies are what the step is bound by, or waits for.
     """
 
     cut: int
@@ -105,6 +114,7 @@ class Checked:
     seconds: float
     reserved: int = 0
     limit: int = 0
+    linked: bool = False
 
 
 @dataclass
@@ -159,11 +169,13 @@ class Planner:
         if request.updates.where == "device":  # as asked for, wherever it fits
             wanted = self._find(cuts, request, self._checked.setdefault(request.key, []))
             if wanted is not None:
+                wanted = self._regenerating(cuts, request, wanted, self._checked[request.key])
                 return self._planned(cuts, request, wanted, self._all(request))
             request = replace(request, updates=replace(request.updates, where="host"))
         known = self._checked.setdefault(request.key, [])
         best = self._find(cuts, request, known)
         if best is not None:
+            best = self._regenerating(cuts, request, best, known)
             return self._planned(cuts, request, best, self._all(request))
         return self._least(cuts, request, known)
 
@@ -182,6 +194,46 @@ class Planner:
             if best is not None:
                 return best
         return None
+
+    def _regenerating(self, cuts: Sequence[Cut], request: Request, best: Checked, known: list[Checked]) -> Checked:
+        """The best plan, with boundaries that would wait on the host regenerated where that is better.
+
+        The quick evaluation does not know of it, so these plans are made from ones that it has found: the best one, and
+        where the host's budget may have made that slow, the best one without it.
+        """
+        bases = [best] if best.linked or not _on_host(best, request) else []
+        if request.host is not None and best.host > FULL * request.host:
+            free = self._find(cuts, replace(request, host=None), known)
+            if free is not None and free not in bases:
+                bases.append(free)
+        for base in bases:
+            if base is best or base.seconds < best.seconds or not _on_host(best, request):
+                for most in CHAINS:
+                    self._try_regenerating(cuts, request, base, most, known)
+        found = self._fastest(known, request)
+        assert found is not None, "one was found before"
+        return found
+
+    def _try_regenerating(
+        self, cuts: Sequence[Cut], request: Request, base: Checked, most: int, known: list[Checked]
+    ) -> None:
+        """Regenerate what is on the host by a plan, at most so many in a row, one group after another as it fits."""
+        source = self.source(cuts, base.cut)
+        assert source is not None
+        could = boundaries(source.program, base.plan, source.costs)
+        now = base
+        for group in groups([b for b in could if base.plan.residency[b.value] == "offload"], most):
+            over = 0 if request.host is None else now.host - request.host
+            if over <= 0 and not now.linked:
+                return
+            enough = len(group) if over <= 0 else _enough(group, over)
+            for count in dict.fromkeys((enough, enough // 2)):  # the earlier blocks have less beside them
+                plan = with_regenerated(now.plan, [b.value for b in group[:count]])
+                made = self._check_plan(source, base.cut, plan, request, known)
+                fits = request.allowed is None or made.peak <= request.allowed
+                if fits and (over > 0 or made.seconds < now.seconds):
+                    now = made
+                    break
 
     # -- what there is to choose from -----------------------------------------------------------------------------
 
@@ -269,11 +321,13 @@ class Planner:
     ) -> Checked:
         source = self.source(cuts, tiling[0])
         assert source is not None
-        plan = to_plan(source, d, dict(tiling[1]), request)
+        return self._check_plan(source, tiling[0], to_plan(source, d, dict(tiling[1]), request), request, known)
+
+    def _check_plan(self, source: Source, cut: int, plan: Plan, request: Request, known: list[Checked]) -> Checked:
         for each in known:
-            if (each.cut, each.plan) == (tiling[0], plan):
+            if (each.cut, each.plan) == (cut, plan):
                 return each
-        known.append(self._checked_plan(source, tiling[0], plan, request))
+        known.append(self._checked_plan(source, cut, plan, request))
         return known[-1]
 
     def _checked_plan(self, source: Source, cut: int, plan: Plan, request: Request) -> Checked:
@@ -283,7 +337,8 @@ class Planner:
         assert program.plan is not None
         slabs = sum(request.updates.host_bytes(s) for s in program.slabs if s.name not in plan.resident)
         host = slabs + request.updates.host_fixed + program.plan.host_value_bytes
-        return Checked(cut, plan, projection.held, host, line.step_s, projection.reserved, projection.limit)
+        linked = line.bound in ("h2d", "d2h", "host memory") or line.exposed["values"] > WAITS * line.step_s
+        return Checked(cut, plan, projection.held, host, line.step_s, projection.reserved, projection.limit, linked)
 
     def _fastest(self, known: list[Checked], request: Request) -> Checked | None:
         """The fastest plan that fits the device; one that fits the host too, or what takes the least of it."""
@@ -293,7 +348,7 @@ class Planner:
         if request.fixed:  # slabs that are on the device stay there where that is possible
             most = max(len(each.plan.resident) for each in fit)
             fit = [each for each in fit if len(each.plan.resident) == most]
-        within = [each for each in fit if request.host is None or each.host <= request.host]
+        within = [each for each in fit if _on_host(each, request)]
         if not within:
             return min(fit, key=lambda each: each.host)
 
@@ -327,7 +382,7 @@ class Planner:
         ):
             least = lower
         if least.peak <= request.allowed:
-            return self._planned(cuts, request, least, tilings)
+            return self._planned(cuts, request, self._regenerating(cuts, request, least, known), tilings)
         source = self.source(cuts, least.cut)
         assert source is not None
         program, projection = _made(source, least, request)
@@ -404,6 +459,17 @@ class Planner:
         raise ValueError(f"the plan is not one of this model's step: {wrong}")
 
 
+def _on_host(each: Checked, request: Request) -> bool:
+    """Whether a plan is within the host's budget."""
+    return request.host is None or each.host <= request.host
+
+
+def _enough(group: Sequence[Boundary], nbytes: int) -> int:
+    """How many boundaries come to so many bytes; all of them if they do not."""
+    sums = accumulate(b.nbytes for b in group)
+    return next((n for n, total in enumerate(sums, start=1) if total >= nbytes), len(group))
+
+
 def _stages(request: Request) -> list[tuple[int, ...]]:
     """Tokens of chunks that are tried together: all large ones, then smaller ones as long as nothing fits."""
     if request.chunk_tokens is not None:
@@ -472,5 +538,5 @@ def _made(source: Source, checked: Checked, request: Request) -> tuple[Program, 
 
 def _least_host(search: Search) -> list[Found]:
     """Of what fits the device, what takes the least of the host."""
-    grid = search.grid()
+    grid = search.grid() or search.repaired()
     return [min(grid, key=lambda found: found.outcome.host)] if grid else []

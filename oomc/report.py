@@ -16,6 +16,7 @@ from oomc.explain import Explanation
 from oomc.offloadable import value_bytes
 from oomc.plan import format_bytes
 from oomc.program import Program
+from oomc.regenerate import describe
 from oomc.report_figures import LANES, Rates, Row, Tier, figures
 from oomc.runtime.record import Recording
 from oomc.simulate import Profiler, Projection, nbytes
@@ -130,6 +131,7 @@ class Report:
                 [
                     program.plan.describe(),
                     *([str(why)] if why else []),
+                    *([again] if (again := describe(program, rates.line)) else []),
                     *([f"tried on real steps:\n{tried}"] if tried else []),
                 ]
             ),

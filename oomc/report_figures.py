@@ -134,7 +134,8 @@ class _Names:
         if node is None:  # named for the update that it is for
             return "gradients" if lane == "d2h" else "other"
         if node.target in steps.COMPUTE:
-            return meta.note(node).phase or "other"
+            phase = meta.note(node).phase or "other"
+            return "recompute" if phase == "regenerate" else phase
         target: Any = node.target
         return "wait" if target in REASONS else OF_WORD.get(target, "other")
 

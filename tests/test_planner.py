@@ -6,12 +6,15 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
 from oomc import allocator, machine, pipeline, replay, timeline
 from oomc import instance as instances_of
 from oomc.cost import Costs
 from oomc.errors import BudgetError
+from oomc.estimate import Estimator
 from oomc.instance import Source
+from oomc.models import tiny
 from oomc.passes.choose_residency import Candidate, ChooseResidency
 from oomc.plan import Budget, Updates
 from oomc.planner import Planner, Request, scheduled, to_plan
@@ -188,3 +191,48 @@ def test_it_says_why() -> None:
     assert tight.device_gib > 0.0
     assert [name for name, _ in tight.blocks] == [block.name for block in bare.blocks]
     assert "one more GiB of device memory would save" in str(tight)
+
+
+def link_slower(by: float) -> machine.Machine:
+    """The H200 behind a slower link."""
+    names = ("h2d", "d2h", "h2d_both", "d2h_both")
+    return replace(H200, **{name: getattr(H200, name) / by for name in names})
+
+
+def test_boundaries_are_regenerated_where_the_host_has_no_room_for_them() -> None:
+    cut = [lambda: (programs.bare("mlp"), programs.profiler("mlp"))]
+    with pytest.raises(BudgetError) as error:
+        Planner(H200).plan(cut, request("mlp", 1000))
+    assert error.value.smallest_device is not None
+    device = int(1.2 * error.value.smallest_device)
+    free = Planner(H200).plan(cut, request("mlp", device))
+    plan = free.program.plan
+    assert plan is not None and not plan.resident
+    assert plan.regenerated == 0 and [plan.residency[name] for name in programs.boundaries("mlp")] == ["offload"] * 2
+    host = sum(UPDATES.host_bytes(slab) for slab in free.program.slabs) + UPDATES.host_fixed + plan.host_value_bytes
+    planner = Planner(H200)
+    made = planner.plan(cut, request("mlp", device, host - 1))
+    plan = made.program.plan
+    assert plan is not None and plan.regenerated == 1
+    assert made.projection.peak <= device and made.seconds >= free.seconds
+    assert "its values for others regenerated in 0.0" in str(made.explain())
+    programs.assert_runs(made.program, programs.model("mlp"))
+    again = planner.plan(cut, request("mlp", device, host)).program.plan
+    assert again is not None and again.residency == free.program.plan.residency, "just enough"  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+def test_boundaries_are_regenerated_where_the_link_is_slow() -> None:
+    """The same budgets; behind a link that is 1,000 times slower, a layer is computed again sooner than copied."""
+    planned, device = {}, 0
+    for by in (1, 1000):
+        estimator = Estimator(tiny.build("qwen3_next", dtype=torch.bfloat16), machine=link_slower(by))
+        estimator._options = replace(estimator._options, chunk_tokens=2048)
+        if not device:
+            with pytest.raises(BudgetError) as error:
+                estimator.estimate(Budget("600MiB", "20GiB"), 4, 4096)
+            device = int(1.02 * (error.value.smallest_device or 0))
+        planned[by] = estimator.estimate(Budget(device, "20GiB"), 4, 4096)
+        assert planned[by].device_peak <= device
+    assert planned[1].plan.regenerated == 0 < planned[1000].plan.regenerated
+    assert "again before the backward of" in str(planned[1000])

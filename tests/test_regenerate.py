@@ -1,16 +1,22 @@
-"""Whole steps with regenerated boundaries: the same bits as with kept ones, and memory as projected."""
+"""Regenerated boundaries: what may be, and whole steps with the same bits as with kept ones, in memory as projected."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from oomc import meta, steps
+import oomc
+from oomc import machine, meta, regenerate, steps
+from oomc.cost import Costs
 from oomc.plan import Plan, Residency
+from oomc.planner import Planner
+from oomc.regenerate import Boundary, groups
 from oomc.step import Step
+from tests import programs
 from tests.helpers import Blind, state, tiny_step, tokens
 
 SHAPE = (2, 24)
@@ -100,7 +106,12 @@ def test_a_chain_is_regenerated_once_and_held() -> None:
     use(step, planned(step, boundaries(step)))
     assert regenerated(step) == [(4, f"model.layers.{i}/0") for i in range(3)]
     assert "3 values recomputed (3 of them between blocks)" in step.plan.describe()
+    text = str(step.report())
     step.close()
+    assert "192.0 KiB" not in text, "a batch of 2 x 24 has smaller ones"
+    assert "36.0 KiB less wait for the backward, on the host or on the device, for" in text
+    rows = [line.split() for line in text.splitlines() if line.endswith("12.0 KiB")]
+    assert [row[1:3] for row in rows] == [[f"model.layers.{i}", "model.layers.3"] for i in range(3)]
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
@@ -108,13 +119,13 @@ def test_memory_is_as_projected_and_less_than_if_kept(prefetch: int) -> None:
     """A boundary is 256 KiB, and chunks are so short that boundaries are most of what lives."""
     peaks: list[tuple[int, int]] = []
     for count in (0, 1):
-        step, _ = tiny_step("qwen3_next", device="1GiB", tune=0, prepare=False)
+        step, _ = tiny_step("qwen3_next", device="1GiB", tune=0, prepare=False, chunk_tokens=32)
         step.prepare(**tokens(4, 256))
-        plan = planned(step, boundaries(step)[:count], prefetch, columns=32)
+        plan = planned(step, boundaries(step)[:count], prefetch)
         use(step, plan)
         budget = step.projected
         step.close()
-        step, _ = tiny_step("qwen3_next", device=budget, tune=0, prepare=False)
+        step, _ = tiny_step("qwen3_next", device=budget, tune=0, prepare=False, chunk_tokens=32)
         step.use_plan(plan, **tokens(4, 256))
         for seed in range(2):
             step(**tokens(4, 256, seed=seed))
@@ -124,3 +135,89 @@ def test_memory_is_as_projected_and_less_than_if_kept(prefetch: int) -> None:
         peaks.append((figures["device_peak"], figures["device_projected"]))
         step.close()
     assert all(less < more for less, more in zip(peaks[1], peaks[0], strict=True)), peaks
+
+
+def test_a_small_host_budget_is_met_by_regenerating_and_no_bit_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is so small that boundaries wait on the host; where these do not fit there, they are made again."""
+    shape = (4, 256)
+
+    def make(device: int | str, host: int | None = None) -> Step:
+        step, _ = tiny_step("qwen3_next", device=device, host=host, tune=0, prepare=False, chunk_tokens=64)
+        step.prepare(**tokens(*shape))
+        return step
+
+    def train(step: Step) -> Run:
+        found = []
+        for seed in range(2):
+            loss = step(**tokens(*shape, seed=seed))
+            figures = step.metrics
+            assert figures["device_peak"] <= figures["device_projected"] <= device
+            found.append({"loss": loss, **state(step)})
+        step.close()
+        return found
+
+    with pytest.raises(oomc.BudgetError) as caught:
+        make("1KiB")
+    assert caught.value.smallest_device is not None
+    device = caught.value.smallest_device
+    step = make(device)
+    assert step._current is not None
+    values, whole = step.plan.host_value_bytes, sum(step._state.host_needed(step._current.program, ()).values())
+    assert step.plan.regenerated == 0 and values > 0
+    expected = train(step)
+    for host in (whole - 1, whole - values):
+        step = make(device, host)
+        assert step.plan.regenerated > 0
+        assert step._current is not None
+        assert sum(step._state.host_needed(step._current.program, ()).values()) <= host
+        assert_equal(train(step), expected)
+    with monkeypatch.context() as without:
+        without.setattr(Planner, "_regenerating", lambda _self, _cuts, _request, best, _known: best)
+        with pytest.raises(oomc.BudgetError, match="values between forward and backward") as caught:
+            make(device, whole - values)
+    assert caught.value.smallest_host is not None
+    with pytest.raises(oomc.BudgetError) as less:
+        make(device, whole - values - 1)
+    assert less.value.smallest_host is not None and less.value.smallest_host < caught.value.smallest_host
+
+
+# -- what could be regenerated ----------------------------------------------------------------------------------------
+
+
+def could(kind: str, **changes: Any) -> list[Boundary]:
+    """The boundaries that the fixed policy's plan could regenerate, with some decisions changed."""
+    program = programs.up_to(kind, "choose_residency")
+    assert program.plan is not None
+    return regenerate.boundaries(program, replace(program.plan, **changes), Costs(program, machine.default("h200")))
+
+
+@pytest.mark.parametrize("kind", ["mlp", "topk", "tied"])
+def test_all_but_what_the_last_block_is_given_can_be_regenerated(kind: str) -> None:
+    found = could(kind)
+    assert tuple(b.value for b in found) == programs.boundaries(kind)
+    assert [b.block for b in found] == [0, 1]
+    assert all(b.nbytes == 4 * 24 * (4 if kind == "mlp" else 8) and b.seconds > 0 for b in found)
+
+
+def test_what_attention_gave_costs_nothing_where_it_is_kept() -> None:
+    program = programs.up_to("topk", "choose_residency")
+    assert program.plan is not None
+    fences = {w.outputs[0].name for b in program.blocks[1:3] for w in b.worksets[1:2]}
+    kept: dict[str, Residency] = program.plan.residency | dict.fromkeys(fences, "keep")
+    assert could("topk", residency=kept)[1].seconds < could("topk")[1].seconds
+
+
+def test_weights_that_do_not_come_next_cost_a_copy() -> None:
+    now, at_once = could("mlp", prefetch=1), could("mlp", prefetch=0)
+    assert all(a.seconds < b.seconds for a, b in zip(now, at_once, strict=True))
+    there = could("mlp", prefetch=0, resident=tuple(s.name for s in programs.bare("mlp").slabs))
+    assert [b.seconds for b in there] == [b.seconds for b in now]
+
+
+def test_groups_are_of_like_blocks_the_cheapest_first_and_in_short_rows() -> None:
+    dear, cheap = ("dear",), ("cheap",)
+    known = [Boundary(f"v{b}", b, 100, 3.0 if b % 4 == 3 else 1.0, dear if b % 4 == 3 else cheap) for b in range(8)]
+    names = [[b.block for b in group] for group in groups(known, 1 << 30)]
+    assert names == [[0, 1, 2, 4, 5, 6], [3, 7]]
+    assert [[b.block for b in group] for group in groups(known, 1)] == [[0, 2, 4, 6]]
+    assert [[b.block for b in group] for group in groups(known, 2)] == [[0, 1, 4, 6], [3, 7]]
