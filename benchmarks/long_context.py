@@ -7,6 +7,10 @@ a batch. Causality makes loss and gradients those of the prefix alone. Both are 
 then its update, then `--steps` plain steps on the long batch. `gradient_error` is the relative distance
 of the two gradients as a whole, `worst_gradient_error` that of the worst parameter's; in bf16 it is rounding (each
 chunk's weight gradients are rounded once, and the two runs' chunks differ), in fp32 next to nothing.
+
+With `--regenerate N` the long batch runs by its plan with values between layers made again in the backward, at most N
+in a row, whatever the planner says of it. `regenerated` is how many are, `attention_on_host` how many of attention's
+results wait on the host.
 """
 
 from __future__ import annotations
@@ -14,12 +18,17 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 from common import ADAMW, HostMeter, batches, build_model, device_peaks, synchronize
 
 import oomc
+from oomc import machine, meta
+from oomc.cost import Costs
+from oomc.offloadable import is_fence_result, kept_values
+from oomc.regenerate import boundaries, groups, with_regenerated
 
 
 def main() -> None:
@@ -36,6 +45,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--tiny", action="store_true", help="a model of small sizes")
+    parser.add_argument("--regenerate", type=int, metavar="N", help="make values between layers again, N in a row")
     parser.add_argument("--report", metavar="PATH", help="save the report here")
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -53,6 +63,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     budget = oomc.Budget(args.device_budget, args.host_budget)
     step = oomc.compile(model, budget, optimizer=optimizer, example=batch, device=device, tune=0)
+    if args.regenerate:
+        regenerate(step, batch, args.regenerate)
     compiled = time.perf_counter() - began
     found: dict[str, Any] = {}
     with meter:
@@ -92,10 +104,31 @@ def main() -> None:
                 **device_peaks(device),
                 "host_bytes": meter.peak,
                 "plan": step.plan.describe(),
+                "regenerated": step.plan.regenerated,
+                "attention_on_host": attention_on_host(step),
                 "compile_s": compiled,
             }
         )
     )
+
+
+def regenerate(step: oomc.Step, batch: dict[str, torch.Tensor], most: int) -> None:
+    """Run batches like this one by their plan with values between layers regenerated, at most so many in a row."""
+    assert step._current is not None
+    bare, plan = step._current.bare, step.plan
+    known = boundaries(bare, plan, Costs(bare, machine.current(step._options.device)))
+    layers = [b for b in known if bare.blocks[b.block].name.startswith("model.layers.")]
+    plan = with_regenerated(plan, [b.value for group in groups(layers, most) for b in group])
+    for accumulate in (False, True):
+        step.use_plan(replace(plan, accumulate=accumulate), **batch)
+
+
+def attention_on_host(step: oomc.Step) -> int:
+    """How many results of attention wait on the host."""
+    assert step._current is not None
+    bare, where = step._current.bare, step.plan.residency
+    names = [meta.note(node).source for node, inside in kept_values(bare) if inside and is_fence_result(bare, node)]
+    return sum(where[name] == "offload" for name in names if ":saved." not in name)
 
 
 def split(batch: dict[str, torch.Tensor], tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
