@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -120,3 +121,20 @@ def test_what_attention_gave_is_not_computed_again_if_it_is_kept() -> None:
            and meta.note(n).phase == "regenerate"]  # fmt: skip
     assert ran == ["layers.0/2", "layers.0/3"]
     programs.assert_runs(program, programs.model("topk"))
+
+
+@pytest.mark.parametrize("kind", ["topk", "tied"])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_choice_for_all_values_has_the_same_bits(kind: str, seed: int) -> None:
+    """Each value kept, recomputed or on the host as it comes."""
+    own, rng = programs.model(kind), random.Random(f"{kind} {seed}")
+    kept = programs.run_step(programs.up_to(kind, "insert_chunks"), own)
+    program = programs.up_to(kind, "insert_chunks")
+    assert program.plan is not None
+    inner = [name for name, where in program.plan.residency.items() if where == "recompute"]
+    again = [name for name in (*inner, *programs.boundaries(kind)) if rng.random() < 0.6]
+    away = [name for name in programs.movable(kind) if name not in again and rng.random() < 0.5]
+    program = programs.regenerated(kind, again, prefetch=seed % 3, offload=away)
+    made = programs.run_step(program, own)
+    assert torch.equal(kept[0], made[0])
+    assert all(torch.equal(kept[1][name], made[1][name]) for name in kept[1]), (again, away)

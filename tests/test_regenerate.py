@@ -100,6 +100,32 @@ def test_no_bit_differs_from_what_is_kept(name: str, dtype: torch.dtype, columns
         assert_equal(run, runs[0])
 
 
+@pytest.mark.parametrize("how", ["resident", "accumulate", "clip"])
+def test_no_bit_differs_where_state_is_on_the_device_gradients_are_summed_or_clipped(how: str) -> None:
+    """All boundaries are regenerated, the embedding too."""
+    runs: list[Run] = []
+    for again in (False, True):
+        options: dict[str, Any] = {"max_grad_norm": 1.0} if how == "clip" else {}
+        step, _ = tiny_step("qwen3_moe", torch.bfloat16, device="64MiB", tune=0, chaos=2 if again else None, **options)
+        step._meter = Blind()
+        assert step._current is not None
+        program = step._current.program
+        plan = planned(step, [b.worksets[-1].outputs[0].name for b in program.blocks[:-2]] if again else ())
+        plan = replace(plan, resident=tuple(s.name for s in program.slabs[:2]) if how == "resident" else (), hold=0)
+        use(step, plan)
+        if how != "accumulate":
+            runs.append(train(step))
+        else:
+            step.use_plan(replace(plan, accumulate=True), **tokens(*SHAPE))
+            losses = [step.forward_backward(**tokens(*SHAPE, seed=seed)) for seed in range(2)]
+            step.update()
+            runs.append([{"loss": losses[1], **state(step)}])
+        assert step.plan.accumulate == (how == "accumulate")
+        assert step.plan.regenerated == (2 if again else 0)
+        step.close()
+    assert_equal(runs[1], runs[0])
+
+
 def test_a_chain_is_regenerated_once_and_held() -> None:
     """All layers but the last are linear: what they made is regenerated for the last one, each from the one before."""
     step, _ = tiny_step("qwen3_next", device="64MiB", tune=0, verify=True)
