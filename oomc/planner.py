@@ -44,6 +44,8 @@ SAFER = 0.005
 """The share by which a step may be longer that runs within an allocator's limit of just the budget."""
 UNUSED = 0.02
 """The share of the device that may be set aside for an allocator and not be used, before plans are sought again."""
+WORTH = 1 / 8
+"""The share of the largest boundary's bytes from which on it is worth a try to regenerate another."""
 FULL = 0.9
 """The share of the host's budget from which on it may be what a plan was made to fit."""
 WAITS = 0.01
@@ -208,26 +210,38 @@ class Planner:
                 bases.append(free)
         for base in bases:
             if base is best or base.seconds < best.seconds or not _on_host(best, request):
-                for most in CHAINS:
-                    self._try_regenerating(cuts, request, base, most, known)
+                could = self._on_host_for(cuts, base)
+                least = base.host - sum(b.nbytes for b in could)
+                if base is best or request.host is None or least <= request.host:
+                    for most in CHAINS:
+                        self._try_regenerating(cuts, request, base, groups(could, most), known)
         found = self._fastest(known, request)
         assert found is not None, "one was found before"
         return found
 
-    def _try_regenerating(
-        self, cuts: Sequence[Cut], request: Request, base: Checked, most: int, known: list[Checked]
-    ) -> None:
-        """Regenerate what is on the host by a plan, at most so many in a row, one group after another as it fits."""
+    def _on_host_for(self, cuts: Sequence[Cut], base: Checked) -> list[Boundary]:
+        """The boundaries that wait on the host by a plan and could be regenerated; small ones are not worth it."""
         source = self.source(cuts, base.cut)
         assert source is not None
         could = boundaries(source.program, base.plan, source.costs)
+        away = [b for b in could if base.plan.residency[b.value] == "offload"]
+        most = max((b.nbytes for b in away), default=0)
+        return [b for b in away if b.nbytes >= WORTH * most]
+
+    def _try_regenerating(
+        self, cuts: Sequence[Cut], request: Request, base: Checked, tried: list[list[Boundary]], known: list[Checked]
+    ) -> None:
+        """Regenerate boundaries that wait on the host by a plan, one group after another as it fits and helps."""
+        source = self.source(cuts, base.cut)
+        assert source is not None
         now = base
-        for group in groups([b for b in could if base.plan.residency[b.value] == "offload"], most):
+        for group in tried:
             over = 0 if request.host is None else now.host - request.host
             if over <= 0 and not now.linked:
                 return
             enough = len(group) if over <= 0 else _enough(group, over)
-            for count in dict.fromkeys((enough, enough // 2)):  # the earlier blocks have less beside them
+            for count in sorted({enough, max(1, enough // 2)}, reverse=True):
+                # the earlier blocks have less beside them: half of a group may fit where all of it does not
                 plan = with_regenerated(now.plan, [b.value for b in group[:count]])
                 made = self._check_plan(source, base.cut, plan, request, known)
                 fits = request.allowed is None or made.peak <= request.allowed
@@ -539,4 +553,4 @@ def _made(source: Source, checked: Checked, request: Request) -> tuple[Program, 
 def _least_host(search: Search) -> list[Found]:
     """Of what fits the device, what takes the least of the host."""
     grid = search.grid() or search.repaired()
-    return [min(grid, key=lambda found: found.outcome.host)] if grid else []
+    return [search.with_less_host(min(grid, key=lambda found: found.outcome.host))] if grid else []

@@ -192,6 +192,18 @@ class Search:
             over += max(0.0, instance.host_bytes(d) / self.host - 1)
         return over
 
+    def with_less_host(self, start: Found) -> Found:
+        """The decisions after single changes that each take less of the host, and still fit the device."""
+        instance, d = self.instances[start.index], start.decisions
+        while True:
+            least = min(
+                (o for o in self.changes(instance, d) if self._fits_device(instance, o)),
+                key=instance.host_bytes, default=d,
+            )  # fmt: skip
+            if instance.host_bytes(least) >= instance.host_bytes(d):
+                return Found(start.index, d, instance.evaluate(d))
+            d = least
+
     # -- local search ---------------------------------------------------------------------------------------------
 
     def improve(self, start: Found) -> Found:

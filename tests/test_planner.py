@@ -100,6 +100,18 @@ def test_frugal_decisions_take_the_least() -> None:
         assert frugal([instance])[0].outcome.device <= least
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_less_of_the_host_by_single_changes(seed: int) -> None:
+    instance = random_instance(seed, blocks=4)
+    device, _ = random_budgets(instance, seed)
+    search = Search([instance], device)
+    for start in search.grid()[:5]:
+        less = search.with_less_host(start)
+        assert less.outcome.host <= start.outcome.host and less.outcome.device <= device
+        assert all(instance.host_bytes(d) >= less.outcome.host for d in search.changes(instance, less.decisions)
+                   if instance.device_bytes(d) <= device)  # fmt: skip
+
+
 def test_more_memory_never_makes_it_slower() -> None:
     bare, profiler = programs.bare("plain"), programs.profiler("plain")
     planner = Planner(H200)
