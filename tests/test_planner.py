@@ -6,15 +6,12 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 
 from oomc import allocator, machine, pipeline, replay, timeline
 from oomc import instance as instances_of
 from oomc.cost import Costs
 from oomc.errors import BudgetError
-from oomc.estimate import Estimator
 from oomc.instance import Source
-from oomc.models import tiny
 from oomc.passes.choose_residency import Candidate, ChooseResidency
 from oomc.plan import Budget, Updates
 from oomc.planner import Planner, Request, scheduled, to_plan
@@ -233,18 +230,17 @@ def test_boundaries_are_regenerated_where_the_host_has_no_room_for_them() -> Non
     assert again is not None and again.residency == free.program.plan.residency, "just enough"  # type: ignore[union-attr]
 
 
-@pytest.mark.slow
-def test_boundaries_are_regenerated_where_the_link_is_slow() -> None:
-    """The same budgets; behind a link that is 1,000 times slower, a layer is computed again sooner than copied."""
-    planned, device = {}, 0
-    for by in (1, 1000):
-        estimator = Estimator(tiny.build("qwen3_next", dtype=torch.bfloat16), machine=link_slower(by))
-        estimator._options = replace(estimator._options, chunk_tokens=2048)
-        if not device:
-            with pytest.raises(BudgetError) as error:
-                estimator.estimate(Budget("600MiB", "20GiB"), 4, 4096)
-            device = int(1.02 * (error.value.smallest_device or 0))
-        planned[by] = estimator.estimate(Budget(device, "20GiB"), 4, 4096)
-        assert planned[by].device_peak <= device
-    assert planned[1].plan.regenerated == 0 < planned[1000].plan.regenerated
-    assert "again before the backward of" in str(planned[1000])
+def test_boundaries_are_regenerated_where_the_link_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boundaries of 8 KiB, weights of 256 B: behind a slow link a layer is computed again sooner than it is copied."""
+    cut = [lambda: (programs.bare("mlp"), programs.profiler("mlp"))]
+    asked = replace(request("mlp", 1000), sizes=(8, 64), chunk_tokens=64)
+    with pytest.raises(BudgetError) as error:
+        Planner(H200).plan(cut, asked)
+    assert error.value.smallest_device is not None
+    asked = replace(asked, allowed=error.value.smallest_device)
+    quick, slow = (Planner(link_slower(by)).plan(cut, asked) for by in (1, 10_000))
+    assert quick.program.plan is not None and slow.program.plan is not None
+    assert quick.program.plan.regenerated == 0 < slow.program.plan.regenerated
+    assert slow.projection.peak <= error.value.smallest_device
+    monkeypatch.setattr(Planner, "_regenerating", lambda _self, _cuts, _request, best, _known: best)
+    assert slow.seconds < Planner(link_slower(10_000)).plan(cut, asked).seconds
