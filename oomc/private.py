@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import MethodType
@@ -28,6 +28,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "below_autograd",
+    "copy_all",
     "enable_python_dispatcher",
     "expression",
     "fake_mode",
@@ -59,6 +60,11 @@ def below_autograd() -> AbstractContextManager[None]:
     """
     guard: AbstractContextManager[None] = torch._C._AutoDispatchBelowAutograd()
     return guard
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies, asynchronous where they can be, in one call: each call gives up Python's lock and takes it again."""
+    torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
 
 def mode_of(tensor: torch.Tensor) -> FakeTensorMode:

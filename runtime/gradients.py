@@ -25,7 +25,7 @@ from oomc.runtime.kernels import accumulate, sum_of_squares
 from oomc.runtime.lanes import Lane, Ticket, mark
 from oomc.runtime.optim import UpdateRule
 from oomc.runtime.pool import Countdown, Pool
-from oomc.runtime.slabs import Slab
+from oomc.runtime.slabs import Slab, bits, gradient_bits
 from oomc.runtime.update_workers import STAGES, DeviceUpdates, HostUpdates, Ring
 from oomc.runtime.updates import (
     Job,
@@ -33,9 +33,7 @@ from oomc.runtime.updates import (
     StepCounts,
     UpdateQueue,
     Where,
-    bits,
     chunk_bytes_of,
-    gradient_bits,
     plan_chunks,
 )
 

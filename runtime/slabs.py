@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from oomc.runtime.kernels import join_master, split_master
+from oomc.runtime.kernels import Array, join_master, split_master
 from oomc.runtime.layout import Place, SlabLayout, StateArray
 from oomc.runtime.memory import HostMemory, Preparation
 from oomc.runtime.pool import Copying, Countdown
@@ -17,6 +18,27 @@ _PIECE = 1 << 20  # elements converted at a time when weights are loaded, so tha
 
 Part = tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]]
 """Of some elements: weights (int16 `hi` or fp32), `lo` (or None beside fp32), and each of the optimizer's arrays."""
+
+PartBits = tuple[Array, Array | None, tuple[Array, ...]]
+"""The same on the host, as numpy arrays over the same memory; bf16 as int16."""
+
+
+def bits(tensor: torch.Tensor) -> Array:
+    """A host tensor as numpy array over the same memory; bf16 as int16."""
+    array: Array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array
+
+
+def gradient_bits(tensor: torch.Tensor) -> Array:
+    """A host gradient as int16 or int32 bits, as the kernels take it."""
+    array: Array = tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32).numpy()
+    return array
+
+
+def bits_of(part: Part) -> PartBits:
+    """A part on the host as numpy arrays."""
+    weights, lo, state = part
+    return bits(weights), None if lo is None else bits(lo), tuple(bits(array) for array in state)
 
 
 class KeptGradients:
@@ -68,6 +90,8 @@ class Slab(ABC):
         self.kept: KeptGradients | None = None
         self.steps = dict.fromkeys(layout.gradient_ranges, 0)
         self._pending: list[tuple[frozenset[str], Countdown]] = []
+        self._parts: dict[tuple[int, int], Part] = {}
+        self._whole: dict[str, Array] = {}
 
     @abstractmethod
     def _allocate(self, name: str, dtype: torch.dtype, elements: int) -> torch.Tensor:
@@ -98,6 +122,7 @@ class Slab(ABC):
         """Allocate the optimizer's state arrays that are not there yet, zeroed."""
         for array in arrays:
             if array.name not in self.state:
+                self._forget_views()
                 elements = array.elements(self.layout.state_elements)
                 self.state[array.name] = self._allocate(array.name, array.dtype, elements)
 
@@ -120,7 +145,34 @@ class Slab(ABC):
             self._free("gradients")
 
     def part(self, arrays: Sequence[StateArray], start: int, stop: int) -> Part:
-        """State elements `[start, stop)`, which belong to one parameter, as views."""
+        """State elements `[start, stop)`, which belong to one parameter, as views; those with state are remembered."""
+        if not arrays:
+            return self._part(arrays, start, stop)
+        if (start, stop) not in self._parts:
+            self._parts[start, stop] = self._part(arrays, start, stop)
+        return self._parts[start, stop]
+
+    def part_bits(self, arrays: Sequence[StateArray], start: int, stop: int) -> PartBits:
+        """The same on the host, by numpy alone.
+
+        Each call into torch gives up Python's lock and takes it again, and where the thread that issues the compute
+        wants it too, that takes longer than the call.
+        """
+        if not self._whole:
+            state_bits = {f"state.{name}": bits(array) for name, array in self.state.items()}
+            self._whole = state_bits | {"": self.weights.numpy(), "lo": self.lo.numpy()}  # at once: workers share it
+        whole, lay = self._whole, self.layout
+        state = tuple(whole[f"state.{array.name}"][array.span(start, stop)] for array in arrays)
+        if start < lay.bf16.elements:
+            return whole[""][2 * start : 2 * stop].view(np.int16), whole["lo"][start:stop], state
+        first = lay.fp32.start + 4 * (start - lay.bf16.elements)
+        return whole[""][first : first + 4 * (stop - start)].view(np.float32), None, state
+
+    def _forget_views(self) -> None:
+        """Hold no memory that is to be given back."""
+        self._parts, self._whole = {}, {}
+
+    def _part(self, arrays: Sequence[StateArray], start: int, stop: int) -> Part:
         lay = self.layout
         state = tuple(self.state[array.name][array.span(start, stop)] for array in arrays)
         if start < lay.bf16.elements:
@@ -210,6 +262,7 @@ class Slab(ABC):
 
     def close(self) -> None:
         """Give the memory back: state at once, the weights when no parameter aliases them any more."""
+        self._forget_views()
         for name in (*self.state, *(["gradients"] if self.kept is not None else []), "lo"):
             self._free(name)
         self.state.clear()

@@ -14,14 +14,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
+from oomc import private
 from oomc.runtime.chaos import Adversary, attempt
+from oomc.runtime.kernels import Array
 from oomc.runtime.lanes import Mark, mark
 from oomc.runtime.layout import StateArray
 from oomc.runtime.memory import HostMemory
 from oomc.runtime.pool import Countdown, Pool
-from oomc.runtime.slabs import Part
+from oomc.runtime.slabs import Part, bits_of, gradient_bits
 from oomc.runtime.updates import Job, Run, StepCounts, UpdateQueue, plan_chunks
 
 STAGES = 3
@@ -36,6 +39,8 @@ class Ring:
         self.buffer_bytes = buffer_bytes
         self._memory = HostMemory(self.count * buffer_bytes, pin)
         self._tensor = self._memory.tensor(torch.uint8, (self.count, buffer_bytes))
+        self._array = self._tensor.numpy()
+        self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for index in range(self.count):
             self._free.put(index)
@@ -56,13 +61,24 @@ class Ring:
         self._free.put(index)
 
     def tensor(self, index: int, run: Run, dtype: torch.dtype) -> torch.Tensor:
-        """The run's place in buffer `index`."""
+        """The run's place in buffer `index`; there are few sizes of runs, so that all places are remembered."""
         nbytes = (run.stop - run.start) * dtype.itemsize
-        return self._tensor[index, run.offset : run.offset + nbytes].view(dtype)
+        key = index, run.offset, nbytes, dtype
+        if key not in self._views:
+            self._views[key] = self._tensor[index, run.offset : run.offset + nbytes].view(dtype)
+        return self._views[key]
+
+    def bits(self, index: int, run: Run, dtype: torch.dtype) -> Array:
+        """The same as the kernels take it."""
+        nbytes = (run.stop - run.start) * dtype.itemsize
+        bits: Array = self._array[index, run.offset : run.offset + nbytes]
+        return bits.view(np.int16 if dtype == torch.bfloat16 else np.int32)
 
     def close(self) -> None:
         """Give the memory back."""
         self._tensor = torch.empty(0, dtype=torch.uint8)
+        self._array = self._tensor.numpy()
+        self._views.clear()
         self._memory.close()
 
 
@@ -99,12 +115,13 @@ class HostUpdates:
                 buffer = self._ring.take()
             # a kept gradient takes a buffer too, but only so that the host does not claim more than it soon gets to
             if job.kept:
-                gradients = [job.gradient(run) for run in piece]
+                gradients = [gradient_bits(job.gradient(run)) for run in piece]
             else:
-                gradients = [self._ring.tensor(buffer, run, job.dtypes[run.index]) for run in piece]
+                gradients = [self._ring.bits(buffer, run, job.dtypes[run.index]) for run in piece]
                 with _on(self._stream):
-                    for run, gradient in zip(piece, gradients):
-                        gradient.copy_(job.gradient(run), non_blocking=True)
+                    for run in piece:
+                        place = self._ring.tensor(buffer, run, job.dtypes[run.index])
+                        place.copy_(job.gradient(run), non_blocking=True)
                     copied = mark(self._device, blocking=True)
             task = partial(self._apply, job, piece, gradients, counts, buffer, copied)
             self._pool.submit(task, done, job.order)
@@ -112,13 +129,13 @@ class HostUpdates:
         job.read_by("host", copied)
 
     def _apply(
-        self, job: Job, piece: list[Run], gradients: list[torch.Tensor], counts: StepCounts, buffer: int, copied: Mark
+        self, job: Job, piece: list[Run], gradients: list[Array], counts: StepCounts, buffer: int, copied: Mark
     ) -> None:
         try:
-            if copied is not None:
+            if copied is not None and not copied.query():
                 copied.synchronize()
             for run, gradient in zip(piece, gradients):
-                job.apply(run, job.part(run), gradient, counts)
+                job.apply(run, job.part_bits(run), gradient, counts)
         finally:
             self._ring.give(buffer, self._adversary)
 
@@ -144,6 +161,7 @@ class Staging:
         self._lo = torch.empty(most, dtype=torch.int16, device=device)
         self._state = [torch.empty(a.elements(most), dtype=a.dtype, device=device) for a in arrays]
         self._gradient = torch.empty(chunk_bytes, dtype=torch.uint8, device=device)
+        self._parts: dict[tuple[int, int, bool], Part] = {}
         self.nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
         self.found = HostMemory(4, pin=device.type == "cuda")
         self.found_tensor = self.found.tensor(torch.int32, (1,))
@@ -159,9 +177,14 @@ class Staging:
         return [self._weights, self._lo, *self._state, self._gradient]
 
     def part(self, run: Run, gradient: torch.Tensor, split: bool) -> Part:
-        """The place of a run's weights and state."""
+        """The place of a run's weights and state; there are few sizes of runs, so that all places are remembered."""
         start = run.offset // gradient.element_size()
         stop = start + run.stop - run.start
+        if (start, stop, split) not in self._parts:
+            self._parts[start, stop, split] = self._part(start, stop, split)
+        return self._parts[start, stop, split]
+
+    def _part(self, start: int, stop: int, split: bool) -> Part:
         width, dtype = (2, torch.int16) if split else (4, torch.float32)
         weights = self._weights[width * start : width * stop].view(dtype)
         state = tuple(s[a.span(start, stop)] for a, s in zip(self._arrays, self._state))
@@ -264,7 +287,7 @@ class DeviceUpdates:
                 if self._device.type == "cuda":
                     job.apply_cuda(run, job.part(run), job.gradient(run), self._nonfinite)
                 else:
-                    job.apply(run, job.part(run), job.gradient(run), counts)
+                    job.apply(run, job.part_bits(run), gradient_bits(job.gradient(run)), counts)
             event = mark(self._device, blocking=True)
         job.read_by("device", event)
         return event
@@ -290,7 +313,7 @@ class DeviceUpdates:
                 if self._device.type == "cuda":
                     job.apply_cuda(run, place, gradient, staging.nonfinite)
                 else:
-                    job.apply(run, place, gradient, counts)
+                    job.apply(run, bits_of(place), gradient_bits(gradient), counts)
             updated = mark(self._device)
         # whoever waits for the read lets go of the gradients then, and nothing here may hold them longer
         del gradient, gradients
@@ -313,8 +336,7 @@ def _copy(target: Part, source: Part) -> int:
     pairs = [(target[0], source[0]), *zip(target[2], source[2])]
     if target[1] is not None and source[1] is not None:
         pairs.append((target[1], source[1]))
-    for to, origin in pairs:
-        to.copy_(origin, non_blocking=True)
+    private.copy_all([to for to, _ in pairs], [origin for _, origin in pairs])
     return sum(to.nbytes for to, _ in pairs)
 
 

@@ -23,7 +23,7 @@ import torch
 from oomc.runtime.lanes import Mark
 from oomc.runtime.optim import Array, UpdateRule, salt_of
 from oomc.runtime.pool import Countdown
-from oomc.runtime.slabs import Part, Slab
+from oomc.runtime.slabs import Part, PartBits, Slab
 
 Where = Literal["host", "device", "both"]
 """Where slabs of the host are updated."""
@@ -64,18 +64,6 @@ def plan_chunks(sizes: Sequence[int], dtypes: Sequence[torch.dtype], buffer_byte
 def chunk_bytes_of(chunk_elems: int) -> int:
     """Bytes of a chunk of so many bf16 elements."""
     return -(-2 * chunk_elems // RUN_ALIGN) * RUN_ALIGN
-
-
-def bits(tensor: torch.Tensor) -> Array:
-    """A host tensor as numpy array over the same memory; bf16 as int16."""
-    array: Array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-    return array
-
-
-def gradient_bits(tensor: torch.Tensor) -> Array:
-    """A host gradient as int16 or int32 bits, as the kernels take it."""
-    array: Array = tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32).numpy()
-    return array
 
 
 class StepCounts:
@@ -216,19 +204,19 @@ class Job:
         start = self.starts[run.index]
         return self.slab.part(self.rule.arrays, start + run.start, start + run.stop)
 
+    def part_bits(self, run: Run) -> PartBits:
+        """The same of a slab on the host, as the kernels take it."""
+        start = self.starts[run.index]
+        return self.slab.part_bits(self.rule.arrays, start + run.start, start + run.stop)
+
     def gradient(self, run: Run) -> torch.Tensor:
         """A run of a gradient, where it is."""
         return self.gradients[run.index][run.start : run.stop]
 
-    def apply(self, run: Run, part: Part, gradient: torch.Tensor, counts: StepCounts) -> None:
+    def apply(self, run: Run, part: PartBits, gradient: Array, counts: StepCounts) -> None:
         """Update a run's elements on the host, or on the device's stand-in."""
-        weights, lo, state = part
-        low = None if lo is None else bits(lo)
-        values, constants = tuple(bits(array) for array in state), self.constants[run.index]
-        found = self.rule.update(
-            bits(weights), low, values, gradient_bits(gradient), self.factor, constants, run.start
-        )  # fmt: skip
-        counts.add_nonfinite(found)
+        constants = self.constants[run.index]
+        counts.add_nonfinite(self.rule.update(*part, gradient, self.factor, constants, run.start))
 
     def apply_cuda(self, run: Run, part: Part, gradient: torch.Tensor, nonfinite: torch.Tensor) -> None:
         """Update a run's elements on the device, on the current stream."""

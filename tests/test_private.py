@@ -208,3 +208,10 @@ def test_below_autograd_an_operator_made_of_others_is_one() -> None:
             y = torch.linalg.vecdot(x, x)
     assert seen == ["linalg_vecdot"]
     assert not y.requires_grad
+
+
+def test_many_copies_are_one_call() -> None:
+    sources = [torch.randn(3), torch.arange(5, dtype=torch.int16), torch.ones(2, dtype=torch.bfloat16)]
+    targets = [torch.empty_like(s) for s in sources]
+    private.copy_all(targets, sources)
+    assert all(map(torch.equal, targets, sources))
