@@ -348,4 +348,6 @@ def report_of(args: argparse.Namespace) -> str:
 
 def read_report(path: Path) -> str:
     """A saved report as text."""
+    if path.suffix not in (".json", ".txt"):
+        raise ValueError(f"{path}: only what was saved as .json or .txt is printed; open it in a browser")
     return str(oomc.Report.load(path)) if path.suffix == ".json" else path.read_text(encoding="utf-8").rstrip()

@@ -11,6 +11,7 @@ from oomc.capture import LossFn
 from oomc.compiler import Options
 from oomc.errors import UnsupportedError
 from oomc.optimizers import StateWidth
+from oomc.passes.lower import BACKENDS
 from oomc.plan import Budget
 from oomc.step import Step
 
@@ -96,11 +97,20 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
         raise UnsupportedError("device cuda: torch finds no GPU here; device='cpu' computes on the CPU stand-in")
     if chosen == torch.device("cuda"):
         chosen = torch.device("cuda", torch.cuda.current_device())
+    if example is not None and not isinstance(example, Mapping):
+        raise ValueError(
+            f"example is a {type(example).__name__}; it must be the keyword arguments of one call, as in "
+            "example={'input_ids': ids, 'labels': ids}"
+        )
+    _check_choice("backend", backend, (None, *BACKENDS))
     _check_choice("on_nonfinite", on_nonfinite, (None, "skip", "raise"))
     _check_choice("state", state, ("fp32", "bf16", "8bit"))
     _check_choice("updates", updates, (None, "host", "device"))
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm={max_grad_norm} is no norm to clip to; it must be above 0, or None")
+    for name, value in (("chunk_tokens", chunk_tokens), ("tune", tune), ("seed", seed)):
+        if value is not None and not isinstance(value, int):
+            raise ValueError(f"{name}={value!r} is no whole number")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: a chunk holds at least one token")
     if tune is not None and tune < 0:

@@ -44,7 +44,8 @@ def rule_of(optimizer: torch.optim.Optimizer, state: StateWidth = "fp32") -> Upd
     check_groups(optimizer)
     if optimizer.state:
         raise UnsupportedError(
-            "the optimizer has state already (it was stepped before); give compile a fresh one, made from the model"
+            "the optimizer has state already (it was stepped before); give compile a fresh one, made from the model. "
+            "Its moments are then taken over by step.optimizer.load_state_dict(old.state_dict())"
         )
     if make is SGD:
         return SGD(momentum=any(float(group["momentum"]) != 0.0 for group in optimizer.param_groups))

@@ -32,6 +32,8 @@ def parse_bytes(size: int | float | str | None) -> int | None:
     """
     if size is None:
         return None
+    if isinstance(size, float) and (not size.is_integer() or size < 1024):
+        raise ValueError(f"a budget of {size} would be in bytes; write '{size}GiB' for GiB")
     if isinstance(size, int | float):
         count = int(size)
     else:

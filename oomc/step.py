@@ -7,8 +7,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,9 @@ from oomc.runtime.step import StepRuntime
 from oomc.runtime.updates import StepCounts
 from oomc.state import State
 from oomc.timeline import simulate
+
+_OWNERS: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Step]] = weakref.WeakKeyDictionary()
+"""The step that holds each model's weights."""
 
 
 class Step:
@@ -83,9 +86,12 @@ class Step:
         self._recorded: tuple[Scheduled, Recording] | None = None
         self._rates: tuple[Scheduled, Rates] | None = None
         self._explained: tuple[Scheduled, Explanation] | None = None
+        self._hooks = 0
         self._steps = 0
         self._skipped = 0
         self._guard = DeviceGuard(self._compiler)
+        self._alone = threading.Lock()
+        self._runner: int | None = None
         self._broken = self._closed = self._warned = self._recording = self._fresh = False
 
     # -- compiling ------------------------------------------------------------------------------------------------
@@ -136,6 +142,7 @@ class Step:
         context: AbstractContextManager[Any] = self._meter or nullcontext()
         with context:
             if self._runtime is None:
+                self._refuse_shared()
                 check_buffers(self.model)
                 self._state.take(program, program.plan.resident)
                 self._start(program)
@@ -209,6 +216,18 @@ class Step:
         params = dict(self.model.named_parameters())
         expose_state(self.optimizer, self._rule, lambda: state.slabs, params, settle_state)
         self._edits = Edits(self.model)
+        self._hooks = _hooks_of(self.model)
+
+    def _refuse_shared(self) -> None:
+        """A model belongs to one step: two would each take its weights, and train them apart."""
+        other = _OWNERS.get(self.model)
+        owner = None if other is None else other()
+        if owner is not None and owner is not self and not owner._closed:
+            raise UnsupportedError(
+                "the model belongs to another step, which is not closed: call close() of that one first (and save() "
+                "before, if its optimizer's state shall live on)"
+            )
+        _OWNERS[self.model] = weakref.ref(self)
 
     def _take_edits(self) -> None:
         """What the user has written to parameters becomes their masters."""
@@ -256,6 +275,10 @@ class Step:
             OomcError: nothing was accumulated; or with `on_nonfinite="raise"`, the gradient is not finite, and nothing
                 was updated.
         """
+        with self._one_at_a_time():
+            self._update()
+
+    def _update(self) -> None:
         self._refuse_broken()
         if self._runtime is None or not self._window:
             raise OomcError("update() without forward_backward(): there are no gradients to apply")
@@ -301,7 +324,8 @@ class Step:
         """Run a step; one that runs out of device memory before anything has changed is planned with less, and run."""
         while True:
             try:
-                return self._run_once(args, kwargs, accumulate)
+                with self._one_at_a_time():
+                    return self._run_once(args, kwargs, accumulate)
             except torch.OutOfMemoryError as error:
                 if self._broken or self._closed or not self._guard.retreat(self._current):
                     raise
@@ -323,6 +347,7 @@ class Step:
         self._take_edits()
         scheduled = self._prepare(batch, accumulate)
         self._check_mode()
+        self._check_hooks()
         runtime, program = self._runtime, scheduled.program
         assert runtime is not None and program.step is not None and program.plan is not None
         device = self._options.device
@@ -371,9 +396,34 @@ class Step:
             self._raise_if_asked(counts, kept=program.plan.keep)
         return loss
 
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        """Refuse a call while another thread runs one. An interrupt may leave the lock to the thread that had it."""
+        me = threading.get_ident()
+        if not self._alone.acquire(blocking=False) and self._runner != me:
+            raise OomcError("the step is being run by another thread; it runs one call at a time")
+        self._runner = me
+        try:
+            yield
+        finally:
+            self._runner = None
+            with suppress(RuntimeError):
+                self._alone.release()
+
     def _edits_under_way(self) -> None:
         assert self._edits is not None
         self._edits.remember(under_way=True)
+
+    def _check_hooks(self) -> None:
+        """Warn of hooks that have come since the model was compiled: its modules are not called."""
+        now = _hooks_of(self.model)
+        if now > self._hooks:
+            warnings.warn(
+                f"{now - self._hooks} hooks were registered on the model's modules since it was compiled; a step does "
+                "not run them. Register them before oomc.compile",
+                stacklevel=5,
+            )
+        self._hooks = now
 
     def _check_mode(self) -> None:
         """Warn once if the model is in another mode than when it was traced, where that can make a difference."""
@@ -412,8 +462,11 @@ class Step:
                     f"step {self._steps}: {counts.skipped}; nothing was updated, and the next step works as usual"
                 )
 
-    def _check_counts(self) -> None:
-        """Warn of gradients that were not finite; a step is looked at until the one after the next begins."""
+    def _check_counts(self, final: bool = False) -> None:
+        """Warn of gradients that were not finite; a step is looked at until the one after the next begins.
+
+        With `final`, all updates are done, and the last step's counts are what they will be.
+        """
         left = []
         for index, counts in enumerate(self._unchecked):
             if counts.skipped:
@@ -426,7 +479,7 @@ class Step:
                     'oomc.compile(on_nonfinite="skip") leaves such steps out',
                     stacklevel=4,
                 )
-            elif not counts.skipped and index == len(self._unchecked) - 1:
+            elif not final and not counts.skipped and index == len(self._unchecked) - 1:
                 left.append(counts)
         self._unchecked = left
 
@@ -489,6 +542,7 @@ class Step:
             except RuntimeError:
                 self._broken = True  # an update has failed
                 raise
+            self._check_counts(final=True)
         if self._edits is not None:
             self._edits.settle()
 
@@ -597,7 +651,9 @@ class Step:
             self._checkpoints.settle()
             if not self._broken:
                 self._runtime.synchronize()
+                self._check_counts(final=True)
         finally:
+            _OWNERS.pop(self.model, None)
             self._runtime.close()
             if self._attachment is not None:
                 self._attachment.remove()
@@ -761,3 +817,11 @@ def _refuse_optimizer_step(*_: Any, **__: Any) -> None:
 
 def _already_done(*_: Any, **__: Any) -> None:
     raise OomcError("the step has run backward and update already; loss.backward() has nothing left to do")
+
+
+def _hooks_of(model: torch.nn.Module) -> int:
+    """How many hooks of calls there are on a model's modules."""
+    return sum(
+        len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
+        + len(module._backward_pre_hooks) for module in model.modules()
+    )  # fmt: skip

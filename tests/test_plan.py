@@ -13,7 +13,6 @@ from oomc.plan import Budget, Plan, format_bytes, parse_bytes
     ("text", "count"),
     [
         ("24GiB", 24 * 2**30), ("24GB", 24 * 10**9), ("24 gib", 24 * 2**30), ("1.5KiB", 1536), ("512 MiB", 2**29),
-        ("2TiB", 2**41), ("100", 100), ("100B", 100), (7, 7), (7.9, 7), (None, None),
     ],
 )  # fmt: skip
 def test_sizes(text: str | float | None, count: int | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -214,3 +215,83 @@ def test_other_arguments_are_named() -> None:
     step = compiled(Stack(2), BATCH, like=("Stack", 2))
     with pytest.raises((oomc.UnsupportedError, TypeError), match="attention_mask"):
         step(**BATCH, attention_mask=torch.ones(1, 1))
+
+
+def test_a_model_belongs_to_one_step() -> None:
+    model = Stack(2)
+    first = compiled(model, BATCH, like=("Stack", 2))
+    first(**BATCH)
+    with pytest.raises(oomc.UnsupportedError, match=r"belongs to another step, which is not closed: call close\(\)"):
+        compiled(model, BATCH, like=("Stack", 2))
+    before = first(**BATCH)
+    first.close()
+    second = compiled(model, BATCH, like=("Stack", 2))
+    assert second(**BATCH) < before
+    del second
+    gc.collect()
+    compiled(model, BATCH, like=("Stack", 2))(**BATCH)  # one that is gone needs no close()
+
+
+def test_a_call_by_a_second_thread_is_refused_and_harms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, twin = make(), make()
+    inside, go_on = threading.Event(), threading.Event()
+    run = step._run_once
+
+    def slow(*args: object, **kwargs: object) -> torch.Tensor:
+        inside.set()
+        assert go_on.wait(30)
+        return run(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(step, "_run_once", slow)
+    losses: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: losses.append(step(**BATCH)))
+    thread.start()
+    assert inside.wait(30)
+    for call in (lambda: step(**BATCH), lambda: step.forward_backward(**BATCH), step.update):
+        with pytest.raises(OomcError, match="run by another thread"):
+            call()
+    go_on.set()
+    thread.join()
+    assert torch.equal(losses[0], twin(**BATCH))
+    assert torch.equal(step(**BATCH), twin(**BATCH))
+
+
+def test_hooks_that_come_after_compiling_are_warned_of_once() -> None:
+    step = make()
+    step(**BATCH)
+    handle = step.model.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="1 hooks were registered"):
+        step(**BATCH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(**BATCH)
+        handle.remove()
+        step(**BATCH)
+
+
+def test_the_last_steps_gradients_are_warned_of_too() -> None:
+    step = make()
+    step(**BATCH)
+    step.synchronize()
+    with torch.no_grad():
+        next(iter(step.model.parameters())).fill_(float("inf"))
+    step(**BATCH)
+    with pytest.warns(UserWarning, match="not finite"):
+        step.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"tune": "x"}, "tune='x' is no whole number"), ({"seed": 1.5}, "seed=1.5"), ({"backend": "foo"}, "backend='foo'"),
+     ({"example": torch.ones(2, 3)}, "example is a Tensor; it must be the keyword arguments")],
+)  # fmt: skip
+def test_options_that_there_are_not(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        oomc.compile(Stack(2), device="cpu", **options)  # type: ignore[arg-type]
+
+
+def test_a_budget_in_fractions_of_bytes_is_a_mistake() -> None:
+    for size in (24.5, 24.0):
+        with pytest.raises(ValueError, match=f"write '{size}GiB'"):
+            oomc.Budget(size)
+    assert oomc.Budget(24e9).device == 24_000_000_000
