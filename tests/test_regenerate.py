@@ -19,6 +19,7 @@ from oomc.step import Step
 from tests import programs
 from tests.helpers import Blind, state, tiny_step, tokens
 
+SLOW = pytest.mark.slow
 SHAPE = (2, 24)
 Run = list[dict[str, torch.Tensor]]
 
@@ -81,8 +82,12 @@ def assert_equal(run: Run, expected: Run) -> None:
             assert torch.equal(mine[name], tensor), f"{name} after step {number}"
 
 
-@pytest.mark.parametrize("columns", [None, 12, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "columns"),
+    [(torch.float32, None), (torch.bfloat16, 12), (torch.float32, 8),
+     *(pytest.param(dtype, columns, marks=SLOW) for dtype, columns in
+       ((torch.bfloat16, None), (torch.float32, 12), (torch.bfloat16, 8)))],
+)  # fmt: skip
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_moe"])
 def test_no_bit_differs_from_what_is_kept(name: str, dtype: torch.dtype, columns: int | None) -> None:
     """Chunks of a row are 1, 2 and 3; states pass from one to the next in delta rules and convolutions."""
@@ -140,7 +145,7 @@ def test_a_chain_is_regenerated_once_and_held() -> None:
     assert [row[1:3] for row in rows] == [[f"model.layers.{i}", "model.layers.3"] for i in range(3)]
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=SLOW), 1, pytest.param(2, marks=SLOW)])
 def test_memory_is_as_projected_and_less_than_if_kept(prefetch: int) -> None:
     """A boundary is 256 KiB, and chunks are so short that boundaries are most of what lives."""
     peaks: list[tuple[int, int]] = []
