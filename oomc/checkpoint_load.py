@@ -126,7 +126,7 @@ class Opened:
         for name in slab.steps:
             steps = self._manifest.parameters[name].steps
             assert steps is not None
-            slab.steps[name] = steps
+            slab.set_steps(name, steps)
 
     def _check_parameters(self) -> None:
         trained = {name for slab in self._slabs for name in slab.steps}

@@ -33,6 +33,7 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
     device: torch.device | str | None = None,
     backend: str | None = None,
     chunk_tokens: int | None = None,
+    expert_groups: int | None = None,
     tune: int | None = None,
     seed: int = 0,
     verify: bool = False,
@@ -69,6 +70,8 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
         device: where to compute: "cuda", or "cpu" for the CPU stand-in; None for CUDA if there is one.
         backend: "eager" or "inductor" for the worksets; None for eager.
         chunk_tokens: tokens in a chunk of the worksets that run in chunks, for experiments; None: as many as fit.
+        expert_groups: in how many groups the experts of a layer are, each with weights that are streamed by themselves,
+            so that a layer may be larger than the device; None: one with its layer, or as few as fit.
         tune: how many plans the first steps of a batch shape try; the fastest stays. All are valid steps in the same
             chunks, so that which one wins changes no number (but for rounding where `backend="inductor"` compiles a
             recomputation otherwise). 0: only the planned one; None: 3 on a GPU, 0 on the stand-in.
@@ -113,13 +116,15 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
             raise ValueError(f"{name}={value!r} is no whole number")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: a chunk holds at least one token")
+    if expert_groups is not None and expert_groups < 1:
+        raise ValueError(f"expert_groups={expert_groups}: the experts of a layer are at least one group")
     if tune is not None and tune < 0:
         raise ValueError(f"tune={tune}: it is a number of plans, or 0 for none but the planned one")
     if tune is None:
         tune = TUNED if chosen.type == "cuda" else 0
     options = Options(
         budget or Budget(), chosen, backend or "eager", loss_fn, max_grad_norm, on_nonfinite, state, updates or "both",
-        seed, verify, chaos, chunk_tokens, synchronous, tune,
+        seed, verify, chaos, chunk_tokens, synchronous, tune, expert_groups,
     )  # fmt: skip
     step = Step(model, optimizer, options)
     if example is not None:

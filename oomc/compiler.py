@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -9,9 +10,9 @@ from typing import Any
 
 import torch
 
-from oomc import meta, pipeline, private
+from oomc import meta, ops, pipeline, private
 from oomc.capture import Batch, LossFn, capture
-from oomc.errors import UnsupportedError
+from oomc.errors import BudgetError, UnsupportedError
 from oomc.explain import Explanation
 from oomc.limits import device_memory, host_memory
 from oomc.machine import current
@@ -20,6 +21,7 @@ from oomc.pipeline import Observer
 from oomc.plan import Budget, Plan, Updates
 from oomc.planner import Cut, Planned, Planner, Request
 from oomc.program import Program
+from oomc.runtime import low_bit
 from oomc.runtime.meter import cuda_usage
 from oomc.runtime.updates import Where
 from oomc.simulate import Profiler, Projection
@@ -28,6 +30,12 @@ from oomc.tune import Tuning
 CUDA_WORKSPACE = 192 << 20
 """Bytes that the process comes to hold outside of torch's allocator during a step: kernels that are loaded when they
 are first used, libraries' own. 80 to 170 MiB were measured."""
+
+
+LEAST_GROUP = 64 << 20
+"""Weight bytes of a layer in each group of its experts: smaller copies are slower, and products of fewer rows too."""
+MOST_GROUPS = 64
+"""Most groups that are tried: every one is a block that a plan decides about."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,7 @@ class Options:
     chunk_tokens: int | None = None
     synchronous: bool = False
     tune: int = 0
+    expert_groups: int | None = None
 
     @property
     def keep(self) -> bool:
@@ -87,6 +96,7 @@ class Trace:
     """One trace of the model: its bare step graph, and the plans made from it.
 
     Attributes:
+        grouped: the same with the experts of layers in so many groups, or None where none can be; made when asked for.
         training: whether the model was in training mode.
         tuning: the batch shape whose plans are tried on real steps at present, and how that stands.
         untried: the last plan that was made, whose rivals are made when its batch shape comes again.
@@ -102,6 +112,7 @@ class Trace:
     tuning: tuple[tuple[Any, ...], Tuning] | None = None
     untried: tuple[Scheduled, Planned] | None = None
     given: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
+    grouped: dict[int, Trace | None] = field(default_factory=dict)
     _whole: tuple[Program, Profiler] | None = None
     _asked: bool = False
 
@@ -116,7 +127,10 @@ class Trace:
 
     def fresh(self) -> Trace:
         """The same trace without plans."""
-        return replace(self, plans={}, given={}, tuning=None, untried=None, planner=self.planner.fresh())
+        grouped = {groups: trace and trace.fresh() for groups, trace in self.grouped.items()}
+        return replace(
+            self, plans={}, given={}, tuning=None, untried=None, planner=self.planner.fresh(), grouped=grouped
+        )  # fmt: skip
 
     def cuts(self, sizes: tuple[int, int], verify: bool) -> list[Cut]:
         """The programs that a plan may be made of."""
@@ -152,10 +166,49 @@ class Compiler:
             if self.traces:
                 raise UnsupportedError(_difference(next(iter(self.traces)), key))
             bare = self.capture(batch)
-            self.traces[key] = Trace(
+            trace = Trace(
                 bare, batch.shapes_only(), Profiler(bare), self.planner(), self.model.training
             )  # fmt: skip
+            wanted = self.options.expert_groups or 1
+            self.traces[key] = (wanted > 1 and self._in_groups(trace, wanted)) or trace
         return self.traces[key]
+
+    def _in_groups(self, trace: Trace, groups: int) -> Trace | None:
+        """The same trace with the experts of layers in so many groups, if they can be."""
+        if groups not in trace.grouped:
+            # elements that share a number of 8-bit state are updated together
+            align = low_bit.ELEMENTS if self.options.state == "8bit" else 1
+            bare = pipeline.in_groups(trace.bare, groups, align, verify=self.options.verify)
+            trace.grouped[groups] = None
+            if bare is not None:
+                bare.compiled = trace.bare.compiled
+                trace.grouped[groups] = Trace(bare, trace.batch, Profiler(bare), self.planner(), trace.training)
+        return trace.grouped[groups]
+
+    def fitting(self, batch: Batch, attempt: Callable[[], Scheduled]) -> Scheduled:
+        """What `attempt` makes of the batch's trace; where that does not fit the device, of the same trace with experts
+        in groups, as few as will do. The trace that fits is the batch's from then on.
+
+        Raises:
+            BudgetError: none fits; names the smallest device budget that works for any.
+        """
+        trace, key = self.trace(batch), batch.key()
+        try:
+            return attempt()
+        except BudgetError as error:
+            least = error
+        most = most_groups(trace.bare) if self.options.expert_groups is None else 1
+        for groups in (2**n for n in range(1, most.bit_length())):
+            grouped = self._in_groups(trace, groups) if least.smallest_device is not None else None
+            if grouped is None:
+                break
+            self.traces[key] = grouped
+            try:
+                return attempt()
+            except BudgetError as error:
+                least = min(least, error, key=lambda e: e.smallest_device or math.inf)
+        self.traces[key] = trace
+        raise least
 
     def capture(self, batch: Batch, observe: Observer | None = None) -> Program:
         options = self.options
@@ -355,10 +408,14 @@ class Compiler:
         return host_memory()
 
     def may_be_resident(self, program: Program) -> frozenset[str]:
-        """Slabs that may live on the device: all, but for a stand-in whose memory is the host's, without a budget."""
+        """Slabs that may live on the device.
+
+        None on a stand-in whose memory is the host's, without a budget; elsewhere all but for groups of experts: their
+        parameters are one piece of memory, which is on the host or the device.
+        """
         if self.options.device.type == "cpu" and self.options.budget.device is None:
             return frozenset()
-        return frozenset(slab.name for slab in program.slabs)
+        return frozenset(slab.name for slab in program.slabs if not slab.whole)
 
     def in_all(self, held: int) -> int:
         """The device bytes that the process holds with so many of the step's own (`Projection.held`)."""
@@ -380,6 +437,16 @@ class Compiler:
         one = torch.ones(8, 8, device=self.options.device)
         _ = one @ one
         return cuda_usage(self.options.device).outside
+
+
+def most_groups(program: Program) -> int:
+    """In how many groups a layer's experts may be: as many as leave `LEAST_GROUP` bytes of its weights to each."""
+    sizes = {slab.name: slab.layout.weight_bytes for slab in program.slabs}
+    with_experts = [
+        block for block in program.blocks if any(n.target is ops.route for w in block.worksets for n in w.nodes)
+    ]
+    largest = max((sum(sizes[name] for name in block.slabs) for block in with_experts), default=0)
+    return max(1, min(MOST_GROUPS, largest // LEAST_GROUP))
 
 
 def _remember(trace: Trace, shape: tuple[Any, ...], scheduled: Scheduled) -> Scheduled:

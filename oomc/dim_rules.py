@@ -511,7 +511,7 @@ def _grouped(node: fx.Node, a: Analysis) -> Flow:
 
 @rule("oomc.combine")
 def _combine(node: fx.Node, a: Analysis) -> Flow:
-    y, weights, order, _ = (a.layout(n) for n in node.args[:4])
+    y, weights, order = (a.layout(n) for n in node.args[:3])
     if y[0] != order[0] or slots_of(weights):
         raise NoRule
     return Flow(((weights[0], y[1]),))

@@ -30,14 +30,14 @@ from torch import nn
 from oomc import machine as machines
 from oomc import meta, pipeline, private, regenerate, repeat, target
 from oomc.capture import Batch, LossFn, capture
-from oomc.compiler import Compiler, Options
+from oomc.compiler import Compiler, Options, Scheduled
 from oomc.cost import Costs
 from oomc.errors import CaptureError, UnsupportedError
 from oomc.explain import Explanation
 from oomc.machine import Machine
 from oomc.optimizers import StateWidth, groups_of, rule_of
 from oomc.pipeline import Observer
-from oomc.plan import Budget, Plan, Updates
+from oomc.plan import Budget, Plan
 from oomc.planner import Planner
 from oomc.program import Program
 from oomc.report import Report, describe_model, device_rows, device_tier, host_rows, host_tier, size_table
@@ -264,18 +264,23 @@ class Estimator:
             self.model, self._options.device, allowed.host, self._rule.arrays, self._options.where, self._options.keep
         )
         state.workers = self.machine.cores
-        bare = self._trace.bare
-        updates: Updates = state.size_updates(bare)
-        with target.planning_for(self._target):
+        wanted = self._batch(batch, seq)
+        self._compiler.traces[wanted.key()] = self._trace
+
+        def attempt() -> Scheduled:
+            bare = self._compiler.trace(wanted).bare
             resident = self._compiler.may_be_resident(bare)
-            scheduled = self._compiler.plan(self._batch(batch, seq), updates, resident, False, False)
+            return self._compiler.plan(wanted, state.size_updates(bare), resident, False, False)
+
+        with target.planning_for(self._target):
+            scheduled = self._compiler.fitting(wanted, attempt)
             program, projection = scheduled.program, scheduled.projection
             plan = program.plan
             assert plan is not None
             state.check_host(program, plan.resident)
             cut = scheduled.bare
             costs = self._costs.setdefault(id(cut), Costs(cut, self.machine, self._backend))
-            line = simulate(program, costs, updates)
+            line = simulate(program, costs, state.size_updates(cut))
         host = state.host_needed(program, plan.resident)
         peak = self._compiler.in_all(projection.held)
         device = device_rows(program, projection)

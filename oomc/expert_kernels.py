@@ -1,7 +1,8 @@
 """What moves rows between tokens and expert order, as one kernel each for CUDA.
 
 In plain torch (oomc.experts) each is a loop over the k experts of a token: some 5 kernels an expert that pass over
-[tokens, width] in fp32. Here a row is read once, summed in fp32 in the same order, and written once.
+[tokens, width] in fp32. Here a row is read once, summed in fp32 in the same order, and written once. Of a group of
+experts (`own`, the offsets of its slots), rows of other experts' slots are neither read nor written.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
@@ -25,14 +27,24 @@ def _jit(function: Callable[..., Any]) -> Any:
 
 
 @_jit
-def _combine(y, weights, inverse, out, width, y_stride, K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+def _below(own, OWN: tl.constexpr):
+    """The end of the slots that count: the last of OWN offsets; all do if there are none."""
+    return tl.load(own + OWN - 1).to(tl.int64) if OWN else 1 << 62
+
+
+@_jit
+def _combine(
+    y, weights, inverse, own, out, width, y_stride,
+    K: tl.constexpr, OWN: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
+    end = _below(own, OWN)
     total = tl.zeros([BLOCK], tl.float32)
     for j in range(K):
         slot = tl.load(inverse + token * K + j)
-        row = tl.load(y + slot * y_stride + columns, inside, other=0.0).to(tl.float32)
+        row = tl.load(y + slot * y_stride + columns, inside & (slot < end), other=0.0).to(tl.float32)
         if WEIGHTED:
             row *= tl.load(weights + token * K + j).to(tl.float32)
         total += row
@@ -41,17 +53,18 @@ def _combine(y, weights, inverse, out, width, y_stride, K: tl.constexpr, WEIGHTE
 
 @_jit
 def _combine_backward(
-    dout, y, weights, inverse, dy, dweights, width, dout_stride, y_stride,
-    K: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    dout, y, weights, inverse, own, dy, dweights, width, dout_stride, y_stride,
+    K: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     choice = tl.program_id(0).to(tl.int64)
     token = choice // K
     slot = tl.load(inverse + choice)
     weight = tl.load(weights + choice).to(tl.float32)
+    mine = slot < _below(own, OWN)
     total = tl.zeros([BLOCK], tl.float32)
     for block in range(BLOCKS):
         columns = block * BLOCK + tl.arange(0, BLOCK)
-        inside = columns < width
+        inside = (columns < width) & mine
         given = tl.load(dout + token * dout_stride + columns, inside, other=0.0).to(tl.float32)
         total += given * tl.load(y + slot * y_stride + columns, inside, other=0.0).to(tl.float32)
         tl.store(dy + slot * width + columns, (given * weight).to(dy.dtype.element_ty), inside)
@@ -67,34 +80,41 @@ def _clear_empty(out, offsets, size, BLOCK: tl.constexpr):
         tl.store(out + group * size + places, tl.zeros([BLOCK], out.dtype.element_ty), places < size)
 
 
-def combine(y: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
-    """[T, D] in y's dtype: the sum over j of weights[t, j] * y[inverse[t * k + j]]."""
-    return _summed(y, weights.contiguous(), inverse, weights.shape[1])
+def combine(y: Tensor, weights: Tensor, inverse: Tensor, own: Tensor | None = None) -> Tensor:
+    """[T, D] in y's dtype (fp32 with `own`): the sum over j of weights[t, j] * y[inverse[t * k + j]]."""
+    dtype = y.dtype if own is None else torch.float32
+    return _summed(y, weights.contiguous(), inverse, weights.shape[1], own, dtype)
 
 
-def dispatch_backward(dy: Tensor, inverse: Tensor, k: int) -> Tensor:
+def dispatch_backward(dy: Tensor, inverse: Tensor, k: int, own: Tensor | None = None) -> Tensor:
     """[T, D]: the sum over the k slots of each token of dy [N, D]."""
-    return _summed(dy, None, inverse, k)
+    return _summed(dy, None, inverse, k, own, dy.dtype)
 
 
-def _summed(y: Tensor, weights: Tensor | None, inverse: Tensor, k: int) -> Tensor:
-    out = y.new_empty((inverse.shape[0] // k, y.shape[1]))
+def _summed(
+    y: Tensor, weights: Tensor | None, inverse: Tensor, k: int, own: Tensor | None, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    out = y.new_empty((inverse.shape[0] // k, y.shape[1]), dtype=dtype)
     if out.numel():
         block = min(_WIDTH, triton.next_power_of_2(y.shape[1]))
         _combine[out.shape[0], triton.cdiv(y.shape[1], block)](
-            y, weights, inverse, out, y.shape[1], y.stride(0), K=k, WEIGHTED=weights is not None, BLOCK=block
-        )
+            y, weights, inverse, own, out, y.shape[1], y.stride(0), K=k, OWN=0 if own is None else own.shape[0],
+            WEIGHTED=weights is not None, BLOCK=block,
+        )  # fmt: skip
     return out
 
 
-def combine_backward(dout: Tensor, y: Tensor, weights: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """dy [N, D] and dweights [T, k] of `combine`, from dout [T, D]."""
+def combine_backward(
+    dout: Tensor, y: Tensor, weights: Tensor, inverse: Tensor, own: Tensor | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dy [N, D] and dweights [T, k] of `combine`, from dout [T, D]; dy of slots that do not count is left as it is."""
     dy, dweights = y.new_empty(y.shape), weights.new_empty(weights.shape)
     block = min(_WIDTH, triton.next_power_of_2(y.shape[1]))
     if dy.numel():
         _combine_backward[inverse.shape[0],](
-            dout, y, weights.contiguous(), inverse, dy, dweights, y.shape[1], dout.stride(0), y.stride(0),
-            K=weights.shape[1], BLOCK=block, BLOCKS=triton.cdiv(y.shape[1], block),
+            dout, y, weights.contiguous(), inverse, own, dy, dweights, y.shape[1], dout.stride(0), y.stride(0),
+            K=weights.shape[1], OWN=0 if own is None else own.shape[0], BLOCK=block,
+            BLOCKS=triton.cdiv(y.shape[1], block),
         )  # fmt: skip
     return dy, dweights
 

@@ -10,6 +10,16 @@
 A slot is a position in expert order: `order[slot] = t * k + j`, `inverse[t * k + j] = slot`, and expert e owns slots
 `offsets[e - 1]:offsets[e]`. Sums over the k slots of a token run in a fixed order and in fp32 (fp64 for fp64).
 
+A group of experts is a layer of its own, whose results are added up (passes/split_experts.py):
+
+    order, inverse, offsets = oomc::route(expert_index, n, first) # experts [first, first + n); others' slots come last
+    slots = oomc::dispatch(x, order, inverse, k, offsets)
+    ...
+    out = oomc::combine(y, weights, order, inverse, offsets)      # the group's share of [T, D], in fp32
+
+Slots from `offsets[-1]` on are no slots of the group. What is computed there may be anything, NaN too: no gradient of a
+weight reads it, and combine and dispatch's backward leave it out.
+
 All bodies serve the CPU and CUDA. A faster kernel for one device is added with `torch.library.register_kernel` for that
 device and changes nothing else.
 """
@@ -47,9 +57,16 @@ def _kernels(like: Tensor) -> Any:
 # --- route -----------------------------------------------------------------------------------------------------------
 
 
-def _route(expert_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """order [N] int64, inverse [N] int64, offsets [E] int32 from expert_index [T, k]; stable, so tokens keep order."""
-    experts, order = torch.sort(expert_index.flatten(), stable=True)
+def _route(expert_index: Tensor, num_experts: int, first: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """order [N] int64, inverse [N] int64, offsets [E] int32 from expert_index [T, k]; stable, so tokens keep order.
+
+    With `first`, of the experts `[first, first + num_experts)`; pairs with any other expert come after the last offset.
+    """
+    pairs = expert_index.flatten()
+    if first is not None:
+        own = (pairs >= first) & (pairs < first + num_experts)
+        pairs = torch.where(own, pairs - first, num_experts)
+    experts, order = torch.sort(pairs, stable=True)
     slot = torch.arange(order.shape[0], device=order.device)
     inverse = torch.empty_like(order).scatter_(0, order, slot)
     # Counting by search, since bincount has a size that depends on data.
@@ -58,63 +75,73 @@ def _route(expert_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     return order, inverse, offsets
 
 
-def _route_fake(expert_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _route_fake(expert_index: Tensor, num_experts: int, first: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     order = expert_index.new_empty(expert_index.numel(), dtype=torch.int64)
     return order, torch.empty_like(order), order.new_empty(num_experts, dtype=torch.int32)
 
 
 route = define(
-    "route", "(Tensor expert_index, int num_experts) -> (Tensor, Tensor, Tensor)", _route, _route_fake, traceable=True
+    "route",
+    "(Tensor expert_index, int num_experts, int? first=None) -> (Tensor, Tensor, Tensor)",
+    _route,
+    _route_fake,
+    traceable=True,
 )
+
+
+def _leave_out(rows: Tensor, slots: Tensor, own: Tensor | None) -> Tensor:
+    """`rows`, one for each of `slots`, with zeros for slots past the last offset of `own`; writes to them."""
+    return rows if own is None else rows.masked_fill_((slots >= own[-1])[:, None], 0)
+
 
 # --- dispatch --------------------------------------------------------------------------------------------------------
 
 
-def _dispatch(x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+def _dispatch(x: Tensor, order: Tensor, inverse: Tensor, k: int, own: Tensor | None = None) -> Tensor:
     """[N, D]: slot s holds row order[s] // k of x [T, D]."""
     return x.index_select(0, order // k)
 
 
-def _dispatch_fake(x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+def _dispatch_fake(x: Tensor, order: Tensor, inverse: Tensor, k: int, own: Tensor | None = None) -> Tensor:
     return x.new_empty(order.shape[0], x.shape[1])
 
 
-def _dispatch_backward(dy: Tensor, inverse: Tensor, k: int) -> Tensor:
-    """[T, D]: the sum over the k slots of each token of dy [N, D]."""
+def _dispatch_backward(dy: Tensor, inverse: Tensor, k: int, own: Tensor | None = None) -> Tensor:
+    """[T, D]: the sum over the k slots of each token of dy [N, D]; with `own`, over those below its last offset."""
     if _by_kernel(dy):
         kernels = _kernels(dy)
-        return kernels.dispatch_backward(dy, inverse, k) if kernels else _dispatch_backward_fake(dy, inverse, k)
+        return kernels.dispatch_backward(dy, inverse, k, own) if kernels else _dispatch_backward_fake(dy, inverse, k)
     slots = inverse.view(-1, k)
-    total = dy.index_select(0, slots[:, 0]).to(wide(dy.dtype))
+    total = _leave_out(dy.index_select(0, slots[:, 0]), slots[:, 0], own).to(wide(dy.dtype))
     for j in range(1, k):
-        total += dy.index_select(0, slots[:, j])
+        total += _leave_out(dy.index_select(0, slots[:, j]), slots[:, j], own)
     return total.to(dy.dtype)
 
 
-def _dispatch_backward_fake(dy: Tensor, inverse: Tensor, k: int) -> Tensor:
+def _dispatch_backward_fake(dy: Tensor, inverse: Tensor, k: int, own: Tensor | None = None) -> Tensor:
     return dy.new_empty(inverse.shape[0] // k, dy.shape[1])
 
 
 def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, inverse, ctx.k = inputs
-    ctx.save_for_backward(inverse)
+    _, _, inverse, ctx.k, own = inputs
+    ctx.save_for_backward(inverse, own)
 
 
 def _dispatch_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    (inverse,) = ctx.saved_tensors
-    return dispatch_backward(dy, inverse, ctx.k), None, None, None
+    inverse, own = ctx.saved_tensors
+    return dispatch_backward(dy, inverse, ctx.k, own), None, None, None, None
 
 
 dispatch_backward = define(
     "dispatch_backward",
-    "(Tensor dy, Tensor inverse, int k) -> Tensor",
+    "(Tensor dy, Tensor inverse, int k, Tensor? own=None) -> Tensor",
     _dispatch_backward,
     _dispatch_backward_fake,
     traceable=True,
 )
 dispatch = define(
     "dispatch",
-    "(Tensor x, Tensor order, Tensor inverse, int k) -> Tensor",
+    "(Tensor x, Tensor order, Tensor inverse, int k, Tensor? own=None) -> Tensor",
     _dispatch,
     _dispatch_fake,
     traceable=True,
@@ -125,66 +152,71 @@ dispatch = define(
 # --- combine ---------------------------------------------------------------------------------------------------------
 
 
-def _combine(y: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """[T, D] in y's dtype: sum over j of weights[t, j] * y[inverse[t * k + j]]."""
+def _combine(y: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, own: Tensor | None = None) -> Tensor:
+    """[T, D] in y's dtype: sum over j of weights[t, j] * y[inverse[t * k + j]].
+
+    With `own`, over the slots below its last offset only, and in fp32, since it is one of several sums to be added.
+    """
     if _by_kernel(y):
         kernels = _kernels(y)
-        return kernels.combine(y, weights, inverse) if kernels else _combine_fake(y, weights, order, inverse)
+        return kernels.combine(y, weights, inverse, own) if kernels else _combine_fake(y, weights, order, inverse, own)
     slots, dtype = inverse.view(weights.shape), wide(y.dtype)
     total = y.new_zeros((weights.shape[0], y.shape[1]), dtype=dtype)
     for j in range(weights.shape[1]):
-        total.addcmul_(y.index_select(0, slots[:, j]).to(dtype), weights[:, j, None].to(dtype))
-    return total.to(y.dtype)
+        rows = _leave_out(y.index_select(0, slots[:, j]), slots[:, j], own)
+        total.addcmul_(rows.to(dtype), weights[:, j, None].to(dtype))
+    return total if own is not None else total.to(y.dtype)
 
 
-def _combine_fake(y: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    return y.new_empty(weights.shape[0], y.shape[1])
+def _combine_fake(y: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, own: Tensor | None = None) -> Tensor:
+    return y.new_empty(weights.shape[0], y.shape[1], dtype=y.dtype if own is None else wide(y.dtype))
 
 
 def _combine_backward(
-    dout: Tensor, y: Tensor, weights: Tensor, order: Tensor, inverse: Tensor
+    dout: Tensor, y: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, own: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """dy [N, D] and dweights [T, k] from dout [T, D]."""
     if _by_kernel(dout, y):
         kernels = _kernels(y)
         if kernels:
-            return kernels.combine_backward(dout, y, weights, inverse)
+            return kernels.combine_backward(dout, y, weights, inverse, own)
         return _combine_backward_fake(dout, y, weights, order, inverse)
     slots, dtype = inverse.view(weights.shape), wide(y.dtype)
     dy = y.new_empty(y.shape)
     dweights = weights.new_empty(weights.shape)
     dout = dout.to(dtype)
     for j in range(weights.shape[1]):
-        dweights[:, j] = y.index_select(0, slots[:, j]).to(dtype).mul_(dout).sum(-1)
+        rows = _leave_out(y.index_select(0, slots[:, j]), slots[:, j], own)
+        dweights[:, j] = rows.to(dtype).mul_(dout).sum(-1)
         dy.index_copy_(0, slots[:, j], (dout * weights[:, j, None].to(dtype)).to(dy.dtype))
     return dy, dweights
 
 
 def _combine_backward_fake(
-    dout: Tensor, y: Tensor, weights: Tensor, order: Tensor, inverse: Tensor
+    dout: Tensor, y: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, own: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     return y.new_empty(y.shape), weights.new_empty(weights.shape)
 
 
-def _combine_setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _combine_setup(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
 def _combine_gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     dy, dweights = combine_backward(dout, *ctx.saved_tensors)
-    return dy, dweights, None, None
+    return dy, dweights, None, None, None
 
 
 combine_backward = define(
     "combine_backward",
-    "(Tensor dout, Tensor y, Tensor weights, Tensor order, Tensor inverse) -> (Tensor, Tensor)",
+    "(Tensor dout, Tensor y, Tensor weights, Tensor order, Tensor inverse, Tensor? own=None) -> (Tensor, Tensor)",
     _combine_backward,
     _combine_backward_fake,
     traceable=True,
 )
 combine = define(
     "combine",
-    "(Tensor y, Tensor weights, Tensor order, Tensor inverse) -> Tensor",
+    "(Tensor y, Tensor weights, Tensor order, Tensor inverse, Tensor? own=None) -> Tensor",
     _combine,
     _combine_fake,
     traceable=True,

@@ -43,6 +43,8 @@ _WALKED = (0, 1, 1, 3, 3, 3)
 """The level whose computation is the same."""
 PERIODS = 2
 """How many periods of equal blocks are looked at."""
+LONGEST = 72
+"""Blocks of the longest period that is looked for: a layer with its experts in many groups."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def reduce(program: Program) -> tuple[Program, list[int]]:
 def _repeated(keys: list[Any]) -> tuple[int, int, int]:
     """Start, period and count of the longest run of repeats."""
     best = (0, 1, 1)
-    for period in range(1, min(8, len(keys)) + 1):
+    for period in range(1, min(LONGEST, len(keys)) + 1):
         start = 0
         while start + period <= len(keys):
             count = 1

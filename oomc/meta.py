@@ -11,6 +11,7 @@ from torch import fx
 VAL = "val"
 MODULES = "nn_module_stack"
 TRACE = "stack_trace"
+GROUP = "oomc_expert_group"
 
 
 def value(node: fx.Node) -> Any:
@@ -77,6 +78,16 @@ def copy_origin(new: fx.Node, old: fx.Node) -> None:
     for key in (MODULES, TRACE, "source_fn_stack", "torch_fn"):
         if key in old.meta:
             new.meta[key] = old.meta[key]
+
+
+def expert_group(node: fx.Node) -> int | None:
+    """Which of its layer's groups of experts the node computes, if the layer's experts are in groups."""
+    return node.meta.get(GROUP)
+
+
+def set_expert_group(node: fx.Node, group: int) -> None:
+    """Record which of its layer's groups of experts the node computes."""
+    node.meta[GROUP] = group
 
 
 @dataclass(frozen=True)

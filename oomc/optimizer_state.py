@@ -102,7 +102,7 @@ def expose_state(
                         view.copy_(staged[name][key])
                     else:
                         view.zero_()
-                slab.steps[name] = int(staged[name]["step"]) if name in staged else 0
+                slab.set_steps(name, int(staged[name]["step"]) if name in staged else 0)
         staged.clear()
         optimizer.state.clear()
 

@@ -28,6 +28,7 @@ from oomc.passes.rewrite_attention import RewriteAttention
 from oomc.passes.rewrite_convolutions import RewriteConvolutions
 from oomc.passes.rewrite_experts import RewriteExperts
 from oomc.passes.schedule import Schedule
+from oomc.passes.split_experts import SplitExperts
 from oomc.passes.split_projections import SplitProjections
 from oomc.plan import Budget, Plan, Updates, bytes_table, format_bytes
 from oomc.program import Pass, Program
@@ -51,6 +52,11 @@ MODEL_PASSES: tuple[Pass, ...] = (
 
 WHOLE_BLOCKS: tuple[Pass, ...] = (PartitionWorksets(whole=True), *MODEL_PASSES[6:])
 """From a program that is cut into worksets to the same one with blocks that run whole, in chunks of batch rows."""
+
+
+def in_groups_passes(groups: int, align: int = 1) -> tuple[Pass, ...]:
+    """From a program that is cut into worksets to the same one whose layers' experts are blocks in so many groups."""
+    return (SplitExperts(groups, align), *MODEL_PASSES[5:])
 
 
 def step_passes(choose: ChooseResidency) -> tuple[Pass, ...]:
@@ -101,6 +107,28 @@ def with_plan(bare: Program, choose: ChooseResidency, observe: Observer | None =
 
 def in_whole_blocks(bare: Program, verify: bool = False) -> Program | None:
     """The program with blocks that run whole in chunks of batch rows, where there are any; `bare` stays as it is."""
+    program = run_passes(_uncut(bare), WHOLE_BLOCKS, verify=verify)
+    return program if len(program.forms) < len(bare.forms) else None
+
+
+def in_groups(
+    bare: Program, groups: int, align: int = 1, observe: Observer | None = None, verify: bool = False
+) -> Program | None:
+    """The program whose layers' experts are blocks in so many groups, where any can be; `bare` stays as it is.
+
+    Args:
+        bare: with the experts of each layer in one.
+        groups: at least 2.
+        align: the elements of a group's rows are a multiple of it.
+        observe: as for `run_passes`.
+        verify: likewise.
+    """
+    program = run_passes(_uncut(bare), in_groups_passes(groups, align), observe, verify)
+    return program if "expert groups" in program.notes else None
+
+
+def _uncut(bare: Program) -> Program:
+    """A copy as it was before its blocks were found."""
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(bare.forward.graph, mapping))
@@ -108,12 +136,10 @@ def in_whole_blocks(bare: Program, verify: bool = False) -> Program | None:
         new.meta = copy.copy(old.meta)
     (output,), (before,) = graph.find_nodes(op="output"), bare.forward.graph.find_nodes(op="output")
     output.meta = copy.copy(before.meta)
-    program = replace(
+    return replace(
         bare, forward=fx.GraphModule(bare.forward, graph), inputs=list(bare.inputs), notes=dict(bare.notes), blocks=[],
         slabs=[], forms={}, step=None,
     )  # fmt: skip
-    program = run_passes(program, WHOLE_BLOCKS, verify=verify)
-    return program if len(program.forms) < len(bare.forms) else None
 
 
 def plan_step(

@@ -165,6 +165,7 @@ class Plan:
         slots: bytes of each device slot for weights, from schedule.
         host_slots: bytes of each host slot for values, from schedule.
         regenerated: how many of the recomputed values are between blocks, from schedule.
+        groups: of a layer's experts, whose weights are moved by themselves; 1 if they are moved with their layer.
         budget: what the plan was made for.
     """
 
@@ -181,6 +182,7 @@ class Plan:
     slots: tuple[int, ...] = ()
     host_slots: tuple[int, ...] = ()
     regenerated: int = 0
+    groups: int = 1
     budget: Budget = Budget()
 
     @property
@@ -201,6 +203,7 @@ class Plan:
             f"batch {self.sizes[0]} x {self.sizes[1]}; {state} on host, updated by {where}"
             f"{' once the norm is known' if self.keep else ''}; {recomputed} values recomputed{again}, "
             f"{len(self.residency) - recomputed - offloaded} kept{f', {offloaded} on the host' if offloaded else ''}; "
-            f"chunks: {chunks}; prefetch {self.prefetch}; gradients of "
+            f"chunks: {chunks}; {f'experts in {self.groups} groups; ' if self.groups > 1 else ''}"
+            f"prefetch {self.prefetch}; gradients of "
             f"{self.hold} block{'s' * (self.hold != 1)} held"
         )

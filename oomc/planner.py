@@ -515,9 +515,11 @@ def _why_not_for(plan: Plan, source: Source, request: Request) -> str:
             return f"workset {name} does not run in chunks of {chunk}"
         if forms[name].chunk == "rows" and chunk[1] < plan.sizes[1]:
             return f"workset {name} runs in chunks of whole rows, not of {chunk}"
-    absent = set(plan.resident) - {slab.name for slab in program.slabs}
+    if plan.groups != program.groups:
+        return f"it has the experts of a layer in {plan.groups} groups, and the step in {program.groups}"
+    absent = set(plan.resident) - {slab.name for slab in program.slabs if not slab.whole}
     if absent:
-        return f"there is no slab {', '.join(sorted(absent))}"
+        return f"there is no slab {', '.join(sorted(absent))} that may live on the device"
     if plan.where != request.updates.where and (request.updates.where != "both" or plan.where == "device"):
         return f"the step does not update on the {plan.where}"
     if plan.prefetch < 0 or plan.hold < 0:
@@ -533,7 +535,7 @@ def to_plan(source: Source, d: Decisions, chunks: dict[str, tuple[int, int]], re
     return Plan(
         request.sizes, residency(source.values(request.sizes), d.level, d.away), chunks, d.prefetch, d.hold,
         accumulate, updates.keep and not accumulate, tuple(slab.name for slab in slabs), d.where,
-        updates.staging_bytes(d.where) + own, budget=request.budget,
+        updates.staging_bytes(d.where) + own, groups=source.program.groups, budget=request.budget,
     )  # fmt: skip
 
 

@@ -46,7 +46,7 @@ def print_forward(program: Program) -> str:
     for node in program.forward.graph.nodes:
         if node.op == "placeholder":
             spec = next(inputs)
-            lines.append(f"%{node.name} : {describe(meta.value(node))} = {spec.kind} {spec.target}")
+            lines.append(f"%{node.name} : {describe(meta.value(node))} = {spec.kind} {spec.name}")
         elif node.op == "output":
             lines.append(f"return {_args(node.args[0])}")
         else:

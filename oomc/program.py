@@ -11,6 +11,7 @@ from torch import fx
 
 if TYPE_CHECKING:
     from oomc.plan import Plan
+    from oomc.runtime.layout import Rows
     from oomc.worksets import Block, Form, Slab
 
 InputKind = Literal["parameter", "buffer", "constant", "input", "rng"]
@@ -25,11 +26,18 @@ class InputSpec:
             rng (int64 tensor of shape [2]: seed and step of the counter-based dropout).
         target: the parameter's or buffer's fully qualified name, the constant's name, or the input's keyword.
         trainable: whether a parameter has requires_grad.
+        rows: of a parameter, if the placeholder stands for some of them only.
     """
 
     kind: InputKind
     target: str
     trainable: bool = False
+    rows: Rows | None = None
+
+    @property
+    def name(self) -> str:
+        """The target, with its rows if there are some of them only."""
+        return self.target if self.rows is None else self.rows.name
 
 
 @dataclass
@@ -65,6 +73,12 @@ class Program:
     def graph(self) -> fx.Graph:
         """The graph of the current stage: the step graph once there is one, else the forward graph."""
         return self.forward.graph if self.step is None else self.step.graph
+
+    @property
+    def groups(self) -> int:
+        """In how many groups the experts of a layer are blocks of their own; 1 where they are part of their layer."""
+        count: int = self.notes.get("expert groups", 1)
+        return count
 
     @property
     def loss(self) -> fx.Node:

@@ -12,11 +12,13 @@ from oomc.load import materialize, weights_of
 from oomc.plan import Updates, bytes_table, format_bytes
 from oomc.program import Program
 from oomc.runtime.gradients import BUFFER_ELEMENTS, CHUNK_ELEMENTS, ring_buffers
-from oomc.runtime.layout import SlabLayout, StateArray
+from oomc.runtime.groups import GroupedSlab
+from oomc.runtime.layout import ParamSpec, SlabLayout, StateArray
 from oomc.runtime.memory import Preparation
 from oomc.runtime.pool import physical_cores
 from oomc.runtime.slabs import DeviceSlab, HostSlab, Slab
 from oomc.runtime.updates import Where, chunk_bytes_of
+from oomc.worksets import Slab as PlannedSlab
 
 CUDA_PROCESS = 1_310_000_000
 """Host bytes that a process takes beyond imports and CUDA's start: libraries that CUDA loads when they are first
@@ -35,7 +37,7 @@ class State:
         keep: gradients are kept until their norm is known.
 
     Attributes:
-        slabs: in the order of the program; empty until `take`.
+        slabs: in the order of the program, those of a layer's groups of experts as one; empty until `take`.
         chunk_elements, buffer_elements: of updates; known from `size_updates` on.
         workers: threads that update on the host.
     """
@@ -83,6 +85,11 @@ class State:
         return CUDA_PROCESS if self.device.type == "cuda" else 0
 
     @property
+    def moved(self) -> list[Slab]:
+        """What is moved and updated as one: the slabs, those of experts in groups by their parts."""
+        return [part for slab in self.slabs for part in (slab.parts if isinstance(slab, GroupedSlab) else (slab,))]
+
+    @property
     def resident(self) -> frozenset[str]:
         """Names of the slabs on the device."""
         return frozenset(slab.name for slab in self.slabs if slab.on_device)
@@ -121,7 +128,8 @@ class State:
         self.check_host(program, resident)
         params = dict(self.model.named_parameters())
         source = weights_of(self.model)
-        empty = [n for s in program.slabs for n in s.params if params[n].is_meta]
+        names = [place.spec.name for layout, _ in layouts(program.slabs) for place in layout.places]
+        empty = [n for n in names if params[n].is_meta]
         if empty and source is None:
             raise UnsupportedError(
                 f"{len(empty)} parameters are on the meta device and have no values ({empty[0]}, ...); load the "
@@ -133,10 +141,11 @@ class State:
         total = sum(s.layout.weight_bytes + s.layout.state_bytes(self.arrays) for s in program.slabs)
         with Preparation(total, self.workers) as preparation:
             # those that an earlier, failed attempt has taken stay where they are
-            for each in program.slabs[len(self.slabs) :]:
-                slab = self._make(each.layout, each.name in resident, preparation)
-                absent = [n for n in each.params if params[n].is_meta]
-                for name in each.params:
+            for layout, parts in layouts(program.slabs)[len(self.slabs) :]:
+                slab = self._make(layout, layout.name in resident, preparation, parts)
+                names = [place.spec.name for place in layout.places]
+                absent = [n for n in names if params[n].is_meta]
+                for name in names:
                     if name not in absent:
                         slab.load(name, params[name])
                 for name, value in source.read(absent) if source is not None else ():
@@ -179,10 +188,36 @@ class State:
             old.close()
         return True
 
-    def _make(self, layout: SlabLayout, on_device: bool, preparation: Preparation | None = None) -> Slab:
+    def _make(
+        self, layout: SlabLayout, on_device: bool, preparation: Preparation | None = None,
+        parts: Sequence[SlabLayout] = (),
+    ) -> Slab:  # fmt: skip
         if on_device:
             slab = DeviceSlab(layout, self.device)
             slab.add_state(self.arrays if layout.state_elements else ())
             return slab
         cuda = self.device.type == "cuda"
-        return HostSlab(layout, cuda, cuda and self.where != "host", self.arrays, preparation)
+        pin_state = cuda and self.where != "host"
+        if parts:
+            return GroupedSlab(layout, parts, cuda, pin_state, self.arrays, preparation)
+        return HostSlab(layout, cuda, pin_state, self.arrays, preparation)
+
+
+def layouts(slabs: Sequence[PlannedSlab]) -> list[tuple[SlabLayout, tuple[SlabLayout, ...]]]:
+    """How the slabs of a program lie in memory: each one's layout, and those of the parts that it is moved in.
+
+    Groups of a layer's experts are parts of one slab, in which every parameter is whole.
+    """
+    result: dict[str, tuple[SlabLayout, tuple[SlabLayout, ...]]] = {}
+    for slab in slabs:
+        if not slab.whole:
+            result[slab.name] = slab.layout, ()
+        elif slab.whole not in result:
+            parts = tuple(s.layout for s in slabs if s.whole == slab.whole)
+            specs: dict[str, ParamSpec] = {}
+            for spec in (place.spec for part in parts for place in part.places):
+                assert spec.rows is not None
+                shape = (spec.rows.of, *spec.shape[1:])
+                specs.setdefault(spec.rows.param, ParamSpec(spec.rows.param, shape, spec.dtype, spec.trainable))
+            result[slab.whole] = SlabLayout.build(slab.whole, list(specs.values())), parts
+    return list(result.values())

@@ -109,19 +109,23 @@ class Step:
                 "model. Leave autocast out; for bf16, convert the model (model.to(torch.bfloat16)), whose masters are "
                 "fp32 nevertheless"
             )
-        bare = self._compiler.trace(batch).bare
         state, taken = self._state, self._runtime is not None
         first = accumulate and not state.accumulates
         state.accumulates |= accumulate
-        updates = state.size_updates(bare)
-        allowed = state.resident if taken else self._compiler.may_be_resident(bare)
+
+        def plan() -> Scheduled:
+            bare = self._compiler.trace(batch).bare
+            updates = state.size_updates(bare)
+            allowed = state.resident if taken else self._compiler.may_be_resident(bare)
+            return self._compiler.plan(batch, updates, allowed, taken, accumulate)
+
         try:
             try:
-                scheduled = self._compiler.plan(batch, updates, allowed, taken, accumulate)
+                scheduled = plan() if taken else self._compiler.fitting(batch, plan)
             except BudgetError:
                 if not self._guard.give_up():
                     raise
-                scheduled = self._compiler.plan(batch, updates, allowed, taken, accumulate)
+                scheduled = plan()
             assert scheduled.program.plan is not None
             self._fresh = scheduled is not self._current
             if first or self._fresh:
@@ -167,7 +171,7 @@ class Step:
 
     def _moved(self) -> None:
         assert self._runtime is not None and self._edits is not None
-        self._runtime.replace_slabs(self._state.slabs)
+        self._runtime.replace_slabs(self._state.moved)
         self._edits.remember(under_way=False)
         self._broken = False
 
@@ -179,7 +183,7 @@ class Step:
         buffers = dict(self.model.named_buffers())
         residents = {s.target: buffers[s.target] for s in program.inputs if s.kind == "buffer"} | program.constants
         self._runtime = StepRuntime(
-            options.device, self._state.slabs, plan.slots, self._rule, self._groups,
+            options.device, self._state.moved, plan.slots, self._rule, self._groups,
             chunk_elems=self._state.chunk_elements, buffer_elems=self._state.buffer_elements,
             buffers=ring_buffers(max(2, self._state.workers)), workers=self._state.workers, where=plan.where,
             adversary=None if options.chaos is None else Adversary(options.chaos), synchronous=options.synchronous,
@@ -502,15 +506,8 @@ class Step:
         gradient of the summed loss of the window.
         """
         self.synchronize()
-        return {
-            name: slab.kept.tensor(start, stop)
-            .view(slab.layout.place(name).spec.shape)
-            .to("cpu", torch.float32, copy=True)
-            for slab in self._state.slabs
-            if slab.kept is not None
-            for name, (start, stop) in slab.layout.gradient_ranges.items()
-            if name in slab.kept.names
-        }
+        kept = {name: slab.kept_gradient(name) for slab in self._state.slabs for name in slab.steps}
+        return {name: gradient for name, gradient in kept.items() if gradient is not None}
 
     def _held(self, peaks: list[int]) -> int:
         """Most bytes of the step's own tensors since the last call; the whole peak until now is added to `peaks`."""

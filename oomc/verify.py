@@ -256,11 +256,11 @@ def verify_slabs(program: Program, faults: Faults) -> None:
     for workset in (w for b in program.blocks for w in b.worksets):
         for node in workset.inputs:
             if isinstance(node, fx.Node) and node in specs:
-                users.setdefault(specs[node].target, set()).add(workset.block)
+                users.setdefault(specs[node].name, set()).add(workset.block)
     for node, spec in specs.items():
-        if homes[spec.target] != (1 if spec.target in users else 0):
-            faults.add(f"parameter {spec.target} is in {homes[spec.target]} slabs", node, graph)
-    values = {s.target: (meta.tensor(n), s.trainable) for n, s in specs.items()}
+        if homes[spec.name] != (1 if spec.name in users else 0):
+            faults.add(f"parameter {spec.name} is in {homes[spec.name]} slabs", node, graph)
+    values = {s.name: (meta.tensor(n), s.trainable) for n, s in specs.items()}
     for slab in program.slabs:
         wanted = set().union(*(users.get(name, set()) for name in slab.params))
         if set(slab.users) != wanted:
@@ -273,9 +273,29 @@ def verify_slabs(program: Program, faults: Faults) -> None:
                 faults.add(f"slab {slab.name} lays {place.spec.name} out as {place.spec}", None, graph)
             elif place.spec.trainable != trainable:
                 faults.add(f"slab {slab.name} has it wrong whether {place.spec.name} is trained", None, graph)
+    _verify_rows(program, faults)
     for index, block in enumerate(program.blocks):
         if set(block.slabs) != {s.name for s in program.slabs if index in s.users}:
             faults.add(f"block {block.name} says that it uses slabs {block.slabs}", None, graph)
+
+
+def _verify_rows(program: Program, faults: Faults) -> None:
+    """The groups of a parameter's rows are all of it, once, and lie in slabs that are parts of one."""
+    graph = program.forward.graph
+    rows: dict[str, list[tuple[int, int, int, str]]] = {}
+    for slab in program.slabs:
+        some = [place.spec.rows for place in slab.layout.places if place.spec.rows is not None]
+        if bool(slab.whole) != bool(some) or len(some) not in (0, len(slab.params)):
+            faults.add(f"slab {slab.name} is to be a part of {slab.whole or 'none'}, and is not", None, graph)
+        for each in some:
+            rows.setdefault(each.param, []).append((each.start, each.stop, each.of, slab.whole))
+    for param, parts in rows.items():
+        parts.sort()
+        ends = [0, *(stop for _, stop, _, _ in parts)]
+        if [start for start, _, _, _ in parts] != ends[:-1] or {of for _, _, of, _ in parts} != {ends[-1]}:
+            faults.add(f"the groups of {param} are not all of its rows, each once: {parts}", None, graph)
+        if len({whole for _, _, _, whole in parts}) != 1:
+            faults.add(f"the groups of {param} are parts of several slabs: {parts}", None, graph)
 
 
 def verify_form(form: Form, faults: Faults) -> None:

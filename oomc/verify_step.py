@@ -147,7 +147,7 @@ class _Data:
             for position, i in enumerate(form.gradients):
                 if isinstance(output.args[0][position], fx.Node):
                     source = workset.inputs[i]
-                    key = self.specs[source].target if source in self.specs else source
+                    key = self.specs[source].name if source in self.specs else source
                     expected.setdefault(key, set()).add((workset.name, position))
         return expected
 
@@ -174,10 +174,10 @@ class _Data:
         for spec in self.specs.values():
             if spec.kind != "parameter":
                 continue
-            wanted_from = self.expected.get(spec.target, set())
-            missing = wanted_from - set(self.arrived.get(spec.target, ()))
+            wanted_from = self.expected.get(spec.name, set())
+            missing = wanted_from - set(self.arrived.get(spec.name, ()))
             for workset, _ in sorted(missing):
-                self.faults.add(f"the gradient of {spec.target} from {workset} is never offloaded")
+                self.faults.add(f"the gradient of {spec.name} from {workset} is never offloaded")
 
     # --- identities
 
@@ -314,8 +314,8 @@ class _Data:
             return ("value", source.name)
         spec = self.specs[source]
         if spec.kind == "rng":
-            return ("dropout state of block", workset.block)
-        return ("resident" if spec.kind in ("buffer", "constant") else spec.kind, spec.target)
+            return ("dropout state of block", self.program.blocks[workset.block].layer)
+        return ("resident" if spec.kind in ("buffer", "constant") else spec.kind, spec.name)
 
     def _verify_argument(self, node: fx.Node, arg: Any, want: Identity, take: fx.Node) -> None:
         got = self._known(arg)

@@ -25,12 +25,14 @@ class Slab:
         params: fully qualified names, in order of first use.
         users: indices of the blocks that use it.
         layout: where each parameter and its optimizer state lies.
+        whole: of a group of experts, the name of the slab on the host of which it is some rows; else empty.
     """
 
     name: str
     params: tuple[str, ...]
     users: tuple[int, ...]
     layout: SlabLayout
+    whole: str = ""
 
 
 @dataclass(frozen=True)
@@ -152,13 +154,15 @@ class Block:
     """A run of the forward graph that is streamed as one.
 
     Attributes:
-        name: the module's name, or `prologue`, `epilogue`.
+        name: the module's name, or `prologue`, `epilogue`; with `.experts.N` for the Nth group of its experts.
         worksets: in order of execution.
+        layer: number of the module among those with blocks: its own index, unless experts before it are in groups.
         slabs: names of the slabs whose weights it uses.
     """
 
     name: str
     worksets: list[Workset]
+    layer: int
     slabs: tuple[str, ...] = ()
 
 

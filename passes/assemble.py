@@ -116,16 +116,17 @@ class _Assembler:
         spec = self.program.inputs[self.placeholders.index(source)]
         val = meta.value(source)
         if spec.kind == "parameter":
-            slab = self.slab_of[spec.target]
+            slab = self.slab_of[spec.name]
             key = (slab.name, self.note.phase, workset.block)
             if key not in self.weights:
                 name = _identifier(f"{slab.name}_w")
                 self.weights[key] = self.call(steps.weights, self.rt, slab.name, name=name)
-            return self.part(self.weights[key], slab.params.index(spec.target), val)
+            return self.part(self.weights[key], slab.params.index(spec.name), val)
         if spec.kind == "rng":
-            if workset.block not in self.rngs:
-                self.rngs[workset.block] = self.call(steps.rng, self.rt, workset.block, val=val)
-            return self.rngs[workset.block]
+            layer = self.program.blocks[workset.block].layer
+            if layer not in self.rngs:
+                self.rngs[layer] = self.call(steps.rng, self.rt, layer, val=val)
+            return self.rngs[layer]
         self.values[source] = self.call(steps.resident, self.rt, spec.target, val=val)
         return self.values[source]
 
@@ -200,7 +201,7 @@ class _Assembler:
         if source.op != "placeholder":
             return ""
         spec = self.program.inputs[self.placeholders.index(source)]
-        return spec.target if spec.kind == "parameter" else ""
+        return spec.name if spec.kind == "parameter" else ""
 
     def _emit_gradients(self, block: int, collected: dict[str, fx.Node]) -> None:
         """Hand each slab that the block uses what is complete of its gradients."""

@@ -115,6 +115,7 @@ class ChooseResidency:
             where=where,
             update_bytes=self.updates.staging_bytes(where)
             + sum(self.updates.resident_bytes(s, self.accumulate) for s in resident),
+            groups=program.groups,
             budget=self.budget,
         )
 

@@ -65,14 +65,18 @@ class PartitionWorksets:
         program.notes["symbols"] = symbols
         analysis = analyse(graph, symbols)
         blocks = []
-        for index, (name, nodes) in enumerate(find_blocks(graph)):
-            parts = cut(nodes, analysis, parameters, whole=self.whole and name not in (PROLOGUE, EPILOGUE))
+        layers: dict[int, list[fx.Node]] = defaultdict(list)
+        for index, found in enumerate(find_blocks(graph)):
+            name = found.name
+            parts = cut(found.nodes, analysis, parameters, whole=self.whole and name not in (PROLOGUE, EPILOGUE))
             worksets = [
                 Workset(f"{name}/{i}", index, part.nodes, chunk=part.chunk, fences=part.fences)
                 for i, part in enumerate(parts)
             ]
-            number_dropout([n for part in parts for n in part.nodes])
-            blocks.append(Block(name, worksets))
+            layers[found.layer] += [n for part in parts for n in part.nodes]
+            blocks.append(Block(name, worksets, found.layer))
+        for nodes in layers.values():
+            number_dropout(nodes)
         program.blocks = blocks
         program.forms = {}
         everything = [w for b in blocks for w in b.worksets]
@@ -81,7 +85,7 @@ class PartitionWorksets:
             form = extract(workset, parameters, analysis)
             program.forms.setdefault(form.key, form)
         specs = {
-            n: ParamSpec(s.target, tuple(meta.value(n).shape), meta.value(n).dtype, s.trainable)
+            n: ParamSpec(s.name, tuple(meta.value(n).shape), meta.value(n).dtype, s.trainable, s.rows)
             for n, s in zip(placeholders, program.inputs, strict=True)
             if s.kind == "parameter"
         }
@@ -92,13 +96,25 @@ class PartitionWorksets:
         return PassResult(program, True)
 
 
-def find_blocks(graph: fx.Graph) -> list[tuple[str, list[fx.Node]]]:
-    """Assign every computing node to a block; blocks in order, each with its nodes in graph order."""
+@dataclass(frozen=True)
+class Found:
+    """What is to be a block: its name, the number of its layer, and its nodes in the order of the graph."""
+
+    name: str
+    layer: int
+    nodes: list[fx.Node]
+
+
+def find_blocks(graph: fx.Graph) -> list[Found]:
+    """Assign every computing node to a block; blocks in order. Groups of a layer's experts are blocks of their own."""
     nodes = [n for n in graph.nodes if n.op == "call_function" and not meta.is_size(n)]
     layer_of = find_layers(nodes)
-    order = {name: i for i, name in enumerate(dict.fromkeys(layer_of.values()))}
+    layers = {name: i for i, name in enumerate(dict.fromkeys(layer_of.values()))}
+    parts = _parts_of_layers(nodes, layer_of)
+    keys = sorted({(layers[name], parts[n]) for n, name in layer_of.items()})
+    order = {key: i for i, key in enumerate(keys)}
     last = len(order)
-    level: dict[fx.Node, int] = {n: order[name] for n, name in layer_of.items()}
+    level: dict[fx.Node, int] = {n: order[layers[name], parts[n]] for n, name in layer_of.items()}
 
     feeds_layer: set[fx.Node] = set()
     for node in reversed(nodes):
@@ -118,8 +134,24 @@ def find_blocks(graph: fx.Graph) -> list[tuple[str, list[fx.Node]]]:
     groups: dict[int, list[fx.Node]] = defaultdict(list)
     for node in nodes:
         groups[level[node]].append(node)
-    names = {-1: PROLOGUE, last: EPILOGUE} | {i: name for name, i in order.items()}
-    return [(names[i], groups[i]) for i in sorted(groups)]
+    titles = list(layers)
+    names = {-1: PROLOGUE, last: EPILOGUE}
+    names |= {i: titles[layer] + (f".experts.{part - 1}" if part else "") for (layer, part), i in order.items()}
+    numbers = {-1: -1, last: len(layers)} | {i: layer for (layer, _), i in order.items()}
+    place = {number: i for i, number in enumerate(dict.fromkeys(numbers[i] for i in sorted(groups)))}
+    return [Found(names[i], place[numbers[i]], groups[i]) for i in sorted(groups)]
+
+
+def _parts_of_layers(nodes: list[fx.Node], layer_of: dict[fx.Node, str]) -> dict[fx.Node, int]:
+    """The part of its layer that each node is in: 0, or for a group of experts, and what is computed from it, 1 and
+    more."""
+    parts: dict[fx.Node, int] = {}
+    for node in nodes:
+        if node in layer_of:
+            group = meta.expert_group(node)
+            before = [parts[n] for n in node.all_input_nodes if layer_of.get(n) == layer_of[node]]
+            parts[node] = max([0 if group is None else 1 + group, *before])
+    return parts
 
 
 def find_layers(nodes: list[fx.Node]) -> dict[fx.Node, str]:
@@ -159,13 +191,17 @@ def make_slabs(blocks: list[Block], specs: dict[fx.Node, ParamSpec]) -> list[Sla
             for node in workset.inputs:
                 if isinstance(node, fx.Node) and node in specs:
                     users.setdefault(node, {})[index] = None
-    groups: dict[tuple[int, ...], list[ParamSpec]] = {}
+    groups: dict[tuple[tuple[int, ...], bool], list[ParamSpec]] = {}
     for node, found in users.items():
-        groups.setdefault(tuple(found), []).append(specs[node])
+        groups.setdefault((tuple(found), specs[node].rows is not None), []).append(specs[node])
     slabs, shared = [], 0
-    for indices, params in groups.items():
-        name = blocks[indices[0]].name
+    for (indices, of_rows), params in groups.items():
+        name, whole = blocks[indices[0]].name, ""
         if len(indices) > 1:
             name, shared = f"shared.{shared}", shared + 1
-        slabs.append(Slab(name, tuple(p.name for p in params), indices, SlabLayout.build(name, params)))
+        elif of_rows:
+            whole = name.rpartition(".")[0]
+        elif ((indices, True)) in groups:  # what comes after the last group of a layer's experts
+            name = f"{name}.rest"
+        slabs.append(Slab(name, tuple(p.name for p in params), indices, SlabLayout.build(name, params), whole))
     return slabs

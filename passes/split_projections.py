@@ -53,9 +53,9 @@ class SplitProjections:
         symbols = token_symbols(n for n, s in zip(placeholders, program.inputs, strict=True) if s.kind == "input")
         analysis = analyse(graph, symbols)
         new: set[fx.Node] = set()
-        for _, nodes in find_blocks(graph):
-            mixed = _leads_to_mixing(nodes, analysis)
-            for split in [n for n in nodes if op_name(n) in SPLITS]:
+        for block in find_blocks(graph):
+            mixed = _leads_to_mixing(block.nodes, analysis)
+            for split in [n for n in block.nodes if op_name(n) in SPLITS]:
                 parts = [u for u in split.users if op_name(u) == "getitem"]
                 if len({part in mixed for part in parts}) == 2 and (linear := _linear(split, analysis)) is not None:
                     new |= {_own(graph, linear, part) for part in parts}

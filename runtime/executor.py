@@ -27,6 +27,7 @@ import torch
 
 from oomc.runtime.chaos import Adversary
 from oomc.runtime.gradients import BUFFER_ELEMENTS, CHUNK_ELEMENTS, Clipping, GradientSink, GradientTicket, Mode
+from oomc.runtime.groups import SlabGroup
 from oomc.runtime.lanes import Lane, mark
 from oomc.runtime.optim import UpdateRule, compile_rule
 from oomc.runtime.pool import Copying, Pool
@@ -103,7 +104,7 @@ class Runtime:
     def host_bytes(self) -> int:
         """Host bytes taken: slabs with their state and kept gradients, the gradient ring, and slots for values."""
         ring = self._sink.ring.nbytes if self._sink is not None else 0
-        slabs = sum(slab.host_bytes for slab in self.slabs.values() if isinstance(slab, HostSlab))
+        slabs = sum(slab.host_bytes for slab in self.slabs.values() if isinstance(slab, HostSlab | SlabGroup))
         return ring + sum(self._values.sizes) + slabs
 
     def begin_step(self, hypers: Sequence[Any] = (), *, weighted: bool = False, carried: Collection[str] = ()) -> None:
@@ -149,7 +150,7 @@ class Runtime:
     def fetch(self, slab_id: str, slot: int) -> Fetch:
         """Queue the copy of a slab's weights into a free slot; `await_update` comes before, if it has one under way."""
         slab = self.slabs[slab_id]
-        assert isinstance(slab, HostSlab), f"{slab_id} is on the device"
+        assert not slab.on_device, f"{slab_id} is on the device"
         self._counts.h2d_bytes += slab.layout.weight_bytes
         if self._sink is not None:
             self._sink.used(slab_id)

@@ -53,13 +53,32 @@ class StateArray:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Rows `[start, stop)` of the `of` rows of a parameter: a group of a layer's experts."""
+
+    param: str
+    start: int
+    stop: int
+    of: int
+
+    @property
+    def name(self) -> str:
+        """What the rows are called."""
+        return f"{self.param}[{self.start}:{self.stop}]"
+
+
+@dataclass(frozen=True)
 class ParamSpec:
-    """One parameter of a slab: its fully qualified name, shape, dtype and whether it is trained."""
+    """One parameter of a slab: its fully qualified name, shape, dtype and whether it is trained.
+
+    Some rows of a parameter (`rows`) are laid out as a parameter would be that has no others; `name` is then theirs.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
+    rows: Rows | None = None
 
     @property
     def numel(self) -> int:

@@ -126,6 +126,30 @@ class Slab(ABC):
                 elements = array.elements(self.layout.state_elements)
                 self.state[array.name] = self._allocate(array.name, array.dtype, elements)
 
+    def copy_weights(self, target: torch.Tensor) -> None:
+        """Copy the weights to `target` (uint8), where they lie as the layout says."""
+        target.copy_(self.weights, non_blocking=True)
+
+    def owner(self, name: str) -> tuple[str, int]:
+        """The parameter that `name` of the layout is, or is some rows of, and which of its elements is the first."""
+        return name, 0
+
+    def count_update(self, name: str) -> int:
+        """Count an update of parameter `name`; how many there have been."""
+        self.steps[name] += 1
+        return self.steps[name]
+
+    def set_steps(self, name: str, steps: int) -> None:
+        """Say how many updates parameter `name` has had."""
+        self.steps[name] = steps
+
+    def kept_gradient(self, name: str) -> torch.Tensor | None:
+        """The gradient that is kept for parameter `name`, of its shape, fp32 on the host; None if there is none."""
+        if self.kept is None or name not in self.kept.names:
+            return None
+        gradient = self.kept.tensor(*self.layout.gradient_ranges[name])
+        return gradient.view(self.layout.place(name).spec.shape).to("cpu", torch.float32, copy=True)
+
     def keep_gradients(self, wide: bool) -> KeptGradients:
         """Allocate memory for a gradient of every trained parameter: fp32 if `wide`, else of the parameter's dtype.
 

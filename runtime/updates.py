@@ -171,10 +171,12 @@ class Job:
     def begin(self, rule: UpdateRule, hypers: Sequence[Any], groups: dict[str, int], factor: float) -> None:
         """Count the update of each parameter and compute its constants; call when what came before is done."""
         self.rule, self.factor = rule, factor
-        self.constants = []
+        self.constants, self.firsts = [], []
         for name in self.names:
-            self.slab.steps[name] += 1
-            self.constants.append(rule.constants(hypers[groups[name]], self.slab.steps[name], salt_of(name)))
+            param, first = self.slab.owner(name)
+            steps = self.slab.count_update(name)
+            self.constants.append(rule.constants(hypers[groups[param]], steps, salt_of(param)))
+            self.firsts.append(first)
 
     def wait_earlier(self) -> None:
         """Block until all that was under way for these parameters before this job is done."""
@@ -209,6 +211,10 @@ class Job:
         start = self.starts[run.index]
         return self.slab.part_bits(self.rule.arrays, start + run.start, start + run.stop)
 
+    def _index(self, run: Run) -> int:
+        """The first of a run's elements, counted in the parameter."""
+        return self.firsts[run.index] + run.start
+
     def gradient(self, run: Run) -> torch.Tensor:
         """A run of a gradient, where it is."""
         return self.gradients[run.index][run.start : run.stop]
@@ -216,12 +222,12 @@ class Job:
     def apply(self, run: Run, part: PartBits, gradient: Array, counts: StepCounts) -> None:
         """Update a run's elements on the host, or on the device's stand-in."""
         constants = self.constants[run.index]
-        counts.add_nonfinite(self.rule.update(*part, gradient, self.factor, constants, run.start))
+        counts.add_nonfinite(self.rule.update(*part, gradient, self.factor, constants, self._index(run)))
 
     def apply_cuda(self, run: Run, part: Part, gradient: torch.Tensor, nonfinite: torch.Tensor) -> None:
         """Update a run's elements on the device, on the current stream."""
         constants = self.constants[run.index]
-        self.rule.update_cuda(*part, gradient, self.factor, constants, run.start, nonfinite)
+        self.rule.update_cuda(*part, gradient, self.factor, constants, self._index(run), nonfinite)
 
     def read_by(self, who: str, event: Mark) -> None:
         """Note that one chunk's gradient has been read once `event` has passed."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from oomc.runtime.chaos import Adversary
 from oomc.runtime.lanes import Lane, Mark, Ticket, mark
-from oomc.runtime.slabs import HostSlab
+from oomc.runtime.slabs import Slab
 
 
 class Fetch:
     """One copy of a slab's weights into a slot, from `WeightBuffers.fetch` until `WeightBuffers.release`."""
 
-    def __init__(self, slab: HostSlab, slot: int, ticket: Ticket) -> None:
+    def __init__(self, slab: Slab, slot: int, ticket: Ticket) -> None:
         self.slab = slab
         self.slot = slot
         self._ticket = ticket
@@ -53,7 +54,7 @@ class WeightBuffers:
             self._free.append(mark(device))
         self._views: dict[tuple[int, str], tuple[torch.Tensor, ...]] = {}
 
-    def fetch(self, slab: HostSlab, slot: int) -> Fetch:
+    def fetch(self, slab: Slab, slot: int) -> Fetch:
         """Queue the copy of `slab` into `slot`, after the slot's last use.
 
         The lane does not wait for updates of the slab here: `await_update` does, where the step graph says so.
@@ -61,12 +62,8 @@ class WeightBuffers:
         assert self._holder[slot] is None, f"fetch of {slab.name}: slot {slot} holds {_name(self._holder[slot])}"
         size = slab.layout.weight_bytes
         assert size <= self.slots[slot].numel(), f"fetch of {slab.name}: {size} bytes do not fit slot {slot}"
-        target, source = self.slots[slot][:size], slab.weights
-
-        def copy() -> None:
-            target.copy_(source, non_blocking=True)
-
-        fetch = Fetch(slab, slot, self._lane.submit(copy, after=self._free[slot]))
+        target = self.slots[slot][:size]
+        fetch = Fetch(slab, slot, self._lane.submit(partial(slab.copy_weights, target), after=self._free[slot]))
         self._holder[slot] = fetch
         return fetch
 

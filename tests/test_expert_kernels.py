@@ -62,6 +62,30 @@ def test_rows_are_moved_as_by_the_loops(device: str, dtype: torch.dtype, width: 
         close(kernels.dispatch_backward(g["y"], g["inverse"], K), experts._dispatch_backward(e["y"], e["inverse"], K))
 
 
+@pytest.mark.parametrize("first", [0, 3, 7])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_a_group_are_moved_as_by_the_loops(device: str, dtype: torch.dtype, first: int) -> None:
+    """Rows in others' slots may be anything, and are neither read nor written."""
+    from oomc import expert_kernels as kernels
+
+    g = case(device, dtype, 1000)
+    index = torch.rand(TOKENS, EXPERTS).topk(K).indices
+    order, inverse, own = (x.to(device) for x in experts.route(index, min(4, EXPERTS - first), first))
+    g |= {"order": order, "inverse": inverse, "own": own}
+    e = exact(g)
+    g["y"][int(own[-1]) :] = torch.nan
+    total = kernels.combine(g["y"], g["weights"], inverse, own)
+    assert total.dtype == torch.float32
+    close(total, experts._combine(e["y"], e["weights"], e["order"], e["inverse"], e["own"]))
+    dy, dweights = kernels.combine_backward(g["dout"].float(), g["y"], g["weights"], inverse, own)
+    wanted = experts._combine_backward(e["dout"], e["y"], e["weights"], e["order"], e["inverse"], e["own"])
+    close(dy[: int(own[-1])], wanted[0][: int(own[-1])])
+    close(dweights, wanted[1])
+    close(kernels.dispatch_backward(g["y"], inverse, K, own),
+          experts._dispatch_backward(e["y"], e["inverse"], K, e["own"]))  # fmt: skip
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_may_lie_apart_and_be_none(device: str) -> None:
     from oomc import expert_kernels as kernels
