@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -36,6 +35,8 @@ LEAST_GROUP = 64 << 20
 """Weight bytes of a layer in each group of its experts: smaller copies are slower, and products of fewer rows too."""
 MOST_GROUPS = 64
 """Most groups that are tried: every one is a block that a plan decides about."""
+WORTHWHILE = 0.98
+"""The share of a step's time that it may take with twice as many groups to be worth them."""
 
 
 @dataclass(frozen=True)
@@ -176,39 +177,57 @@ class Compiler:
     def _in_groups(self, trace: Trace, groups: int) -> Trace | None:
         """The same trace with the experts of layers in so many groups, if they can be."""
         if groups not in trace.grouped:
-            # elements that share a number of 8-bit state are updated together
-            align = low_bit.ELEMENTS if self.options.state == "8bit" else 1
-            bare = pipeline.in_groups(trace.bare, groups, align, verify=self.options.verify)
+            bare = self.split(trace.bare, groups)
             trace.grouped[groups] = None
             if bare is not None:
                 bare.compiled = trace.bare.compiled
                 trace.grouped[groups] = Trace(bare, trace.batch, Profiler(bare), self.planner(), trace.training)
         return trace.grouped[groups]
 
+    def split(self, bare: Program, groups: int, observe: Observer | None = None) -> Program | None:
+        """The program with the experts of layers in so many groups, if they can be."""
+        # elements that share a number of 8-bit state are updated together
+        align = low_bit.ELEMENTS if self.options.state == "8bit" else 1
+        return pipeline.in_groups(bare, groups, align, observe, self.options.verify)
+
     def fitting(self, batch: Batch, attempt: Callable[[], Scheduled]) -> Scheduled:
-        """What `attempt` makes of the batch's trace; where that does not fit the device, of the same trace with experts
-        in groups, as few as will do. The trace that fits is the batch's from then on.
+        """What `attempt` makes of the batch's trace, or of the same trace with experts in groups: in as few as fit the
+        device, and in more where that makes the step faster. That trace is the batch's from then on.
 
         Raises:
             BudgetError: none fits; names the smallest device budget that works for any.
         """
         trace, key = self.trace(batch), batch.key()
-        try:
-            return attempt()
-        except BudgetError as error:
-            least = error
+        found: tuple[Trace, Scheduled] | None = None
+        refused: list[BudgetError] = []
         most = most_groups(trace.bare) if self.options.expert_groups is None else 1
-        for groups in (2**n for n in range(1, most.bit_length())):
-            grouped = self._in_groups(trace, groups) if least.smallest_device is not None else None
-            if grouped is None:
-                break
-            self.traces[key] = grouped
-            try:
-                return attempt()
-            except BudgetError as error:
-                least = min(least, error, key=lambda e: e.smallest_device or math.inf)
-        self.traces[key] = trace
-        raise least
+        groups = 1
+        try:
+            while groups <= most and (tried := trace if groups == 1 else self._in_groups(trace, groups)):
+                self.traces[key], enough = tried, 2 * groups
+                try:
+                    scheduled = attempt()
+                except BudgetError as error:
+                    if error.smallest_device is None:
+                        raise
+                    refused.append(error)
+                    if found is not None:
+                        break
+                    # twice as many groups take half at best; the most are tried in any case, to name what works
+                    while enough < most and error.smallest_device * groups / enough > self.device_budget():
+                        enough *= 2
+                else:
+                    if found is not None and scheduled.seconds > WORTHWHILE * found[1].seconds:
+                        break
+                    found = tried, scheduled
+                    if _overlaps(scheduled):
+                        break
+                groups = enough
+        finally:
+            self.traces[key] = trace if found is None else found[0]
+        if found is None:
+            raise min(refused, key=lambda error: error.smallest_device or 0)
+        return found[1]
 
     def capture(self, batch: Batch, observe: Observer | None = None) -> Program:
         options = self.options
@@ -423,7 +442,11 @@ class Compiler:
 
     def device_allowed(self) -> int:
         """Device bytes that the step's own may be."""
-        return (self.options.budget.device or self.device_memory()) - self.in_all(0)
+        return self.device_budget() - self.in_all(0)
+
+    def device_budget(self) -> int:
+        """Device bytes that the process may hold."""
+        return self.options.budget.device or self.device_memory()
 
     def device_memory(self) -> int:
         """Bytes of the device."""
@@ -439,14 +462,22 @@ class Compiler:
         return cuda_usage(self.options.device).outside
 
 
+def _overlaps(scheduled: Scheduled) -> bool:
+    """Whether weights come and gradients go while others compute: smaller groups of experts would change nothing."""
+    plan = scheduled.program.plan
+    assert plan is not None
+    return plan.prefetch > 0 and plan.hold > 0
+
+
 def most_groups(program: Program) -> int:
-    """In how many groups a layer's experts may be: as many as leave `LEAST_GROUP` bytes of its weights to each."""
+    """In how many groups a layer's experts may be: a power of 2 that leaves `LEAST_GROUP` weight bytes to each."""
     sizes = {slab.name: slab.layout.weight_bytes for slab in program.slabs}
     with_experts = [
         block for block in program.blocks if any(n.target is ops.route for w in block.worksets for n in w.nodes)
     ]
     largest = max((sum(sizes[name] for name in block.slabs) for block in with_experts), default=0)
-    return max(1, min(MOST_GROUPS, largest // LEAST_GROUP))
+    most = min(MOST_GROUPS, largest // LEAST_GROUP)
+    return 1 << (most.bit_length() - 1) if most > 1 else 1
 
 
 def _remember(trace: Trace, shape: tuple[Any, ...], scheduled: Scheduled) -> Scheduled:

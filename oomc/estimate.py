@@ -228,6 +228,7 @@ class Estimator:
         dtype: torch.dtype | str | None = None,
         example: Mapping[str, Any] | None = None,
         loss_fn: LossFn | None = None,
+        expert_groups: int | None = None,
         verify: bool = False,
     ) -> None:
         self.model, self.name = build(model_or_config, dtype)
@@ -237,7 +238,7 @@ class Estimator:
         self._rule = rule_of(made, state)
         self._options = Options(
             Budget(), device, loss_fn=loss_fn, max_grad_norm=max_grad_norm, state=state, where=updates or "both",
-            backend="eager", verify=verify,
+            backend="eager", verify=verify, expert_groups=expert_groups,
         )  # fmt: skip
         self._compiler = _Compiler(
             self.model, groups_of(made, self.model), self._options, self.machine, backend
@@ -318,9 +319,9 @@ def plan(model_or_config: Any, budget: Budget | None = None, *, batch: int, seq:
         seq: tokens of each.
         options: keywords of `Estimator`: machine (a `Machine`, a name such as "H200" or "RTX 4090", or a file that
             `Machine.save` wrote; None for this one), optimizer ("adamw", "sgd", or one of torch's made from the
-            model's parameters), state, max_grad_norm, updates and loss_fn (as for `oomc.compile`), backend (whose
-            kernels are timed), dtype (of a model that is built here; None for its config's), example (keyword
-            arguments of one call, where these are not input_ids and labels), verify.
+            model's parameters), state, max_grad_norm, updates, loss_fn and expert_groups (as for `oomc.compile`),
+            backend (whose kernels are timed), dtype (of a model that is built here; None for its config's), example
+            (keyword arguments of one call, where these are not input_ids and labels), verify.
 
     Returns:
         An `Estimate`: `str()` for the tables, `step_s`, `as_dict()`, and `report()`, which is saved as a page or trace.

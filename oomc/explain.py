@@ -41,10 +41,13 @@ class Explanation:
         if self.reason:
             lines.append(self.reason)
         groups: list[tuple[str, str, str]] = []
+        last: dict[str, int] = {}  # of blocks that are the same group of their layers' experts, or none
         for name, text in self.blocks:
-            if groups and groups[-1][2] == text:
-                groups[-1] = groups[-1][0], name, text
+            kind = name.partition(".experts.")[2]
+            if kind in last and groups[last[kind]][2] == text:
+                groups[last[kind]] = groups[last[kind]][0], name, text
             else:
+                last[kind] = len(groups)
                 groups.append((name, name, text))
         lines += [f"{first if first == last else f'{first} to {last}'}: {text}" for first, last, text in groups]
         return "\n".join(lines)
@@ -77,8 +80,9 @@ class Explanation:
             for b in boundaries(source.program, plan, source.costs)
             if plan.residency[b.value] == "recompute"
         }
+        whole = [bool(slab.whole) for slab in source.program.slabs]
         blocks = tuple(
-            (b.name, _block(instance, d, i, now, again.get(i, ""))) for i, b in enumerate(source.program.blocks)
+            (b.name, _block(instance, d, i, now, whole, again.get(i, ""))) for i, b in enumerate(source.program.blocks)
         )
         return Explanation(left, reason, device_gib, host_gib, blocks)
 
@@ -115,13 +119,18 @@ def _left(instance: Instance, d: Decisions, now: float, allowed: int) -> str:
     return f"the next thing that makes the step faster needs {format_bytes(beyond)} in all"
 
 
-def _block(instance: Instance, d: Decisions, b: int, now: float, again: str) -> str:
-    """One block's decision with what the nearest other one would cost; `again` says what of it is regenerated."""
+def _block(instance: Instance, d: Decisions, b: int, now: float, whole: Sequence[bool], again: str) -> str:
+    """One block's decision with what the nearest other one would cost.
+
+    Slabs of a `whole` are always streamed; `again` says what of the block is regenerated.
+    """
     parts = []
     slab = int(instance.uses[b, 0])
     if slab >= 0 and d.resident[slab]:
         other = replace(d, resident=tuple(own and s != slab for s, own in enumerate(d.resident)))
         parts.append(f"state on device, {format_bytes(instance.home[slab])}; streamed {_delta(instance, other, now)}")
+    elif slab >= 0 and whole[slab]:
+        parts.append("streamed")
     elif slab >= 0:
         other = replace(d, resident=tuple(own or s == slab for s, own in enumerate(d.resident)))
         parts.append(f"streamed; on device for {format_bytes(instance.home[slab])} {_delta(instance, other, now)}")

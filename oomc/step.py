@@ -776,6 +776,8 @@ class Step:
 
         choose = pipeline.chosen(self.plan)
         names = ["capture", *(p.name for p in (*pipeline.MODEL_PASSES, *pipeline.step_passes(choose))), "lower"]
+        if self.plan.groups > 1:
+            names.insert(names.index("partition_worksets"), "split_experts")
         if stage not in names:
             raise ValueError(f"no stage is called {stage!r}; there are {', '.join(names)}")
         texts: dict[str, str] = {}
@@ -792,7 +794,9 @@ class Step:
         elif stage == "lower":
             texts[stage] = self.graph.code
         else:
-            self._compiler.capture(trace.batch, observe)
+            bare = self._compiler.capture(trace.batch, observe)
+            if self.plan.groups > 1:
+                self._compiler.split(bare, self.plan.groups, observe)
         return texts[stage]
 
 

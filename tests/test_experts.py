@@ -66,6 +66,43 @@ def test_layer_equals_loops(dtype: torch.dtype, bound: float, device: str) -> No
         assert weight.grad is not None and not weight.grad[0].any(), "an expert without tokens has a zero gradient"
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("ends", [(4, 8), (2, 5, 8), (1, 1, 8)])
+def test_groups_add_up_to_the_layer(ends: tuple[int, ...], dtype: torch.dtype, bound: float, device: str) -> None:
+    """Also with NaN where a group's products leave others' slots, forward and backward."""
+    inputs = _inputs(dtype, device)
+    exact = [t.detach().double().requires_grad_() if t.is_floating_point() else t for t in inputs]
+    x, index, weights, up, bias, down = inputs
+
+    def spoil(rows: Tensor, offsets: Tensor) -> Tensor:
+        others = torch.arange(rows.shape[0], device=rows.device) >= offsets[-1]
+        rows.register_hook(lambda grad: grad.masked_fill(others[:, None], torch.nan))
+        return rows.masked_fill(others[:, None], torch.nan)
+
+    out: Tensor | None = None
+    for first, end in zip((0, *ends), ends, strict=False):
+        if end > first:
+            order, inverse, offsets = experts.route(index, end - first, first)
+            slots = spoil(experts.dispatch(x, order, inverse, index.shape[1], offsets), offsets)
+            h = experts.grouped_mm(slots, up[first:end].transpose(1, 2), offsets)
+            h = spoil(experts.grouped_bias(h, bias[first:end], offsets), offsets)
+            y = spoil(experts.grouped_mm(torch.nn.functional.silu(h), down[first:end], offsets), offsets)
+            share = experts.combine(y, weights, order, inverse, offsets)
+            assert share.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+            out = share if out is None else out + share
+    assert out is not None
+    want = _naive(*exact)
+    assert _distance(out, want) < bound
+    seed = torch.randn_like(want)
+    out.backward(seed.to(out.dtype))
+    want.backward(seed)
+    for got, ref in zip(inputs, exact, strict=True):
+        if got.is_floating_point():
+            assert got.grad is not None and ref.grad is not None
+            assert _distance(got.grad, ref.grad) < bound
+
+
 def test_gradcheck() -> None:
     x, index, w, up, bias, down = _inputs(torch.float64, tokens=5)
     assert torch.autograd.gradcheck(lambda *a: _layer(a[0], index, *a[1:]), (x, w, up, bias, down))
@@ -77,6 +114,9 @@ def test_route() -> None:
     assert order.tolist() == [1, 4, 0, 2, 5, 3]
     assert inverse[order].tolist() == list(range(6))
     assert offsets.tolist() == [2, 2, 5, 5, 5, 6] and offsets.dtype == torch.int32
+    order, inverse, offsets = experts.route(index, 3, 2)
+    assert order.tolist() == [0, 2, 5, 1, 3, 4] and offsets.tolist() == [3, 3, 3]  # pairs with 0 and 5 last
+    assert inverse[order].tolist() == list(range(6))
 
 
 def test_opcheck() -> None:

@@ -65,7 +65,8 @@ def run(program: Program, model: nn.Module, inputs: dict[str, torch.Tensor]) -> 
     sources: dict[str, dict[str, Any]] = {
         "parameter": own, "buffer": own, "constant": program.constants, "input": inputs,
     }  # fmt: skip
-    args = [sources[s.kind][s.target] for s in program.inputs]
+    whole = [sources[s.kind][s.target] for s in program.inputs]
+    args = [x if s.rows is None else x[s.rows.start : s.rows.stop] for x, s in zip(whole, program.inputs, strict=True)]
     return program.forward(*args)[0]
 
 
