@@ -98,20 +98,27 @@ def build(
             return PlainMoe(PlainMoeConfig(vocab_size=VOCAB, **changes)).to(dtype)
         import transformers
 
-        config_name, model_name, own = _HUGGING_FACE[name]
-        fields = {**_COMMON, **own, **changes}
+        _, model_name, _ = _HUGGING_FACE[name]
         if aux_loss is not None:
-            fields["output_router_logits"] = aux_loss
-        config = getattr(transformers, config_name)(**fields)
+            changes["output_router_logits"] = aux_loss
+        made = config(name, **changes)
         # As from_pretrained does: parameters in dtype, computed buffers as the model makes them.
         default = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            model: nn.Module = getattr(transformers, model_name)(config)
+            model: nn.Module = getattr(transformers, model_name)(made)
         finally:
             torch.set_default_dtype(default)
         _spread(model)
         return model
+
+
+def config(name: str, **changes: Any) -> Any:
+    """The config of a tiny Hugging Face model, with fields that differ from the tiny ones."""
+    import transformers
+
+    kind, _, own = _HUGGING_FACE[name]
+    return getattr(transformers, kind)(**{**_COMMON, **own, **changes})
 
 
 def _spread(model: nn.Module) -> None:

@@ -183,7 +183,14 @@ class Attachment:
             return None
         home = tensor.data
         loan = _Loan(tensor, home, private.version(tensor), counted)
-        tensor.data = home.to(self._device, non_blocking=True, copy=True)
+        try:
+            tensor.data = home.to(self._device, non_blocking=True, copy=True)
+        except torch.OutOfMemoryError as error:
+            raise OomcError(
+                "outside of a step a block's weights are on the device as a whole, with all experts of a layer, and "
+                f"there is no memory for them beside the step's own ({error}). Save the model and evaluate it "
+                "elsewhere, or give the step a smaller device budget"
+            ) from error
         self._loans[id(tensor)] = loan
         if self._device.type == "cuda":
             self._copied = self._copied or torch.cuda.Event()

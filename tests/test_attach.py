@@ -184,6 +184,25 @@ def test_gradients_outside_of_the_step_are_refused() -> None:
     assert addresses(model) == home and not any(p.is_inference() for p in model.parameters())
 
 
+def test_a_block_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    attached, home = Lending(model), addresses(model)
+
+    move = torch.Tensor.to
+
+    def full(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("copy"):
+            raise torch.OutOfMemoryError("no room")
+        return move(tensor, *args, **kwargs)
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(torch.Tensor, "to", full)
+        with pytest.raises(OomcError, match=r"with all experts of a layer.*no room"):
+            model(X)
+    assert addresses(model) == home and not attached._loans and not attached._running
+    evaluate(model, (X,))
+
+
 def test_on_the_stand_in_a_model_computes_as_always() -> None:
     model = Model()
     calls: list[int] = []

@@ -29,6 +29,9 @@ SIZES: dict[str, Any] = {"batch": 2, "seq": 64}
 H200 = machines.default("H200")
 
 
+LARGE: dict[str, Any] = {"hidden_size": 1024, "num_experts": 128, "moe_intermediate_size": 2048,
+                         "num_hidden_layers": 3, "dtype": "bfloat16"}  # fmt: skip
+"""A layer of 1.5 GiB, which takes no memory to plan."""
 MODEL = tiny.build("qwen3_moe", torch.bfloat16, num_hidden_layers=5)
 TRACED: list[Program] = []
 
@@ -233,6 +236,22 @@ def test_a_saved_machine(tmp_path: Path) -> None:
 
 def test_updates_are_what_a_step_would_have() -> None:
     assert estimator()._rule.arrays == Updates().arrays
+
+
+@pytest.mark.slow
+def test_a_layer_larger_than_the_device_is_planned_in_groups() -> None:
+    made = Estimator(tiny.config("qwen3_moe", **LARGE), machine="H200")
+    with pytest.raises(oomc.BudgetError) as caught:
+        Estimator(tiny.config("qwen3_moe", **LARGE), machine="H200", expert_groups=1).estimate(
+            Budget("1500MiB"), **SIZES
+        )
+    assert caught.value.smallest_device is not None and caught.value.smallest_device > 3 << 30
+    estimate = made.estimate(Budget("1500MiB"), **SIZES)
+    assert estimate.plan.groups in (8, 16) and estimate.device_peak <= 1500 << 20
+    assert f"experts in {estimate.plan.groups} groups" in str(estimate)
+    assert "model.layers.0.experts.0 to model.layers.2.experts.0: streamed" in str(estimate)
+    roomy = made.estimate(Budget("60GiB"), **SIZES)
+    assert roomy.plan.groups == 1 and "groups" not in roomy.plan.describe()
 
 
 @pytest.mark.parametrize(
