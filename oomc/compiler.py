@@ -198,9 +198,11 @@ class Compiler:
             BudgetError: none fits; names the smallest device budget that works for any.
         """
         trace, key = self.trace(batch), batch.key()
+        most = most_groups(trace.bare) if self.options.expert_groups is None else 1
+        if most == 1:
+            return attempt()
         found: tuple[Trace, Scheduled] | None = None
         refused: list[BudgetError] = []
-        most = most_groups(trace.bare) if self.options.expert_groups is None else 1
         groups = 1
         try:
             while groups <= most and (tried := trace if groups == 1 else self._in_groups(trace, groups)):
@@ -210,7 +212,7 @@ class Compiler:
                 except BudgetError as error:
                     if error.smallest_device is None:
                         raise
-                    refused.append(error)
+                    refused.append(error.with_traceback(None))  # whose frames would hold the step until it is collected
                     if found is not None:
                         break
                     # twice as many groups take half at best; the most are tried in any case, to name what works

@@ -177,6 +177,9 @@ def test_a_block_larger_than_the_budget_streams() -> None:
     assert step._runtime is not None and step._runtime.host_bytes == pytest.approx(sum(planned.values()), rel=0.02)
     error, name = worst(masters(step), reference.masters())
     assert error <= 1e-4, name
+    runtime = step._runtime
+    del step
+    assert runtime._closed, "plans that were refused hold the step"
 
 
 @pytest.mark.usefixtures("small_groups")
