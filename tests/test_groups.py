@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 import oomc
-from oomc import compiler
+from oomc import compiler, machine
+from oomc.cost import Costs
 from oomc.models import tiny
+from oomc.regenerate import boundaries, with_regenerated
 from oomc.runtime.groups import GroupedSlab
 from oomc.runtime.layout import ParamSpec, Rows, SlabLayout
 from oomc.runtime.pool import Countdown
@@ -134,6 +136,20 @@ def test_adversarial_orders_change_no_bit(dtype: torch.dtype, options: dict[str,
     for seed in range(3):
         found = train(grouped("qwen3_moe", 3, dtype, chaos=seed, **options)[0], accumulate)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_what_groups_share_may_be_regenerated(name: str) -> None:
+    """The tokens, choices and weights that a layer hands to its groups are made again: no bit changes."""
+    expected = train(grouped(name, 3)[0])
+    step, _ = grouped(name, 3, verify=True)
+    bare = step._current.bare  # type: ignore[union-attr]
+    costs = Costs(bare, machine.current("cpu"), "eager")
+    names = [b.value for b in boundaries(bare, step.plan, costs) if ".experts." not in bare.blocks[b.block].name]
+    assert len(names) >= 2
+    step.use_plan(with_regenerated(step.plan, names), **tokens(2, 24))
+    assert all(map(torch.equal, train(step).values(), expected.values()))
+    assert step.plan.regenerated >= 2
 
 
 def test_clipping_is_that_of_one_group() -> None:
