@@ -17,7 +17,7 @@ import torch
 from oomc.runtime.layout import Place, Rows, SlabLayout, StateArray
 from oomc.runtime.memory import HostMemory, Preparation
 from oomc.runtime.pool import Countdown
-from oomc.runtime.slabs import HostSlab, Part, Slab
+from oomc.runtime.slabs import HostSlab, Part, PartBits, Slab
 
 
 class GroupedSlab(HostSlab):
@@ -108,10 +108,19 @@ class SlabGroup(Slab):
 
     def part(self, arrays: Sequence[StateArray], start: int, stop: int) -> Part:
         """State elements `[start, stop)`, which belong to one parameter, as views."""
+        shift = self._shift(start)
+        return self.whole.part(arrays, start + shift, stop + shift)
+
+    def part_bits(self, arrays: Sequence[StateArray], start: int, stop: int) -> PartBits:
+        """The same on the host, by numpy alone."""
+        shift = self._shift(start)
+        return self.whole.part_bits(arrays, start + shift, stop + shift)
+
+    def _shift(self, start: int) -> int:
+        """From a state element of the part to that of the whole."""
         place = self._trained[bisect_right(self._starts, start) - 1]
         home = self.whole.layout.place(self.rows[place.spec.name].param)
-        shift = home.state_start + self._first(place) - place.state_start
-        return self.whole.part(arrays, start + shift, stop + shift)
+        return home.state_start + self._first(place) - place.state_start
 
     def owner(self, name: str) -> tuple[str, int]:
         """The parameter that `name` is a part of, and the part's first element in it."""

@@ -354,6 +354,8 @@ def test_parts_are_rows_of_the_whole() -> None:
             weights, lo, _ = part.part((), start + 1, stop)
             expected = whole.param(name)[rows].flatten()[1:]
             assert torch.equal(weights.view(expected.dtype), expected) and (lo is None) == (name == "b")
+            same, _, _ = part.part_bits((), start + 1, stop)
+            assert torch.equal(torch.from_numpy(same), weights)
 
 
 def test_steps_of_the_whole_are_those_of_its_parts() -> None:
