@@ -112,7 +112,7 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm={max_grad_norm} is no norm to clip to; it must be above 0, or None")
     for name, value in (("chunk_tokens", chunk_tokens), ("tune", tune), ("seed", seed)):
-        if value is not None and not isinstance(value, int):
+        if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__")):
             raise ValueError(f"{name}={value!r} is no whole number")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: a chunk holds at least one token")

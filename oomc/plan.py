@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -32,15 +34,17 @@ def parse_bytes(size: int | float | str | None) -> int | None:
     """
     if size is None:
         return None
-    if isinstance(size, float) and (not size.is_integer() or size < 1024):
-        raise ValueError(f"a budget of {size} would be in bytes; write '{size}GiB' for GiB")
-    if isinstance(size, int | float):
-        count = int(size)
-    else:
+    if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
         if match is None or match[2].lower() not in UNITS:
             raise ValueError(f"{size!r} is no size; write bytes, or a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB")
         count = int(float(match[1]) * UNITS[match[2].lower()])
+    elif hasattr(size, "__index__"):
+        count = operator.index(size)
+    elif not math.isfinite(size):
+        raise ValueError(f"{size!r} is no size; None is for all that there is")
+    elif (count := int(size)) != size or count < 1024:
+        raise ValueError(f"a budget of {size} would be in bytes; write '{size}GiB' for GiB")
     if count <= 0:
         raise ValueError(f"a budget of {size!r} holds nothing")
     return count

@@ -77,7 +77,7 @@ class State:
     @property
     def ring_bytes(self) -> int:
         """Host bytes through which gradients pass."""
-        return ring_buffers(max(2, self.workers)) * chunk_bytes_of(self.buffer_elements)
+        return ring_buffers(self.workers) * chunk_bytes_of(self.buffer_elements)
 
     @property
     def process_bytes(self) -> int:

@@ -7,13 +7,14 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import fx
+from torch.utils.weak import WeakIdKeyDictionary
 
 from oomc import machine, pipeline, private
 from oomc.attach import Attachment, evaluate
@@ -44,8 +45,29 @@ from oomc.runtime.updates import StepCounts
 from oomc.state import State
 from oomc.timeline import simulate
 
-_OWNERS: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Step]] = weakref.WeakKeyDictionary()
-"""The step that holds each model's weights."""
+P = ParamSpec("P")
+T = TypeVar("T")
+_OWNERS = WeakIdKeyDictionary()
+"""The step that holds each parameter."""
+
+
+class _Call:
+    """A call of a step that is under way."""
+
+
+def _alone(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A method of a step that runs while no other call does."""
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        @wraps(method)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            step: Any = args[0]
+            with step._one_at_a_time(what):
+                return method(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 class Step:
@@ -90,12 +112,13 @@ class Step:
         self._steps = 0
         self._skipped = 0
         self._guard = DeviceGuard(self._compiler)
-        self._alone = threading.Lock()
-        self._runner: int | None = None
-        self._broken = self._closed = self._warned = self._recording = self._fresh = False
+        self._alone = threading.RLock()
+        self._call: Callable[[], _Call | None] = lambda: None
+        self._broken = self._closed = self._warned = self._recording = False
 
     # -- compiling ------------------------------------------------------------------------------------------------
 
+    @_alone("prepare()")
     def prepare(self, *args: Any, **kwargs: Any) -> Scheduled:
         """Trace, plan and compile for a batch like this one, and take the memory; a call does this when it must."""
         self._refuse_broken()
@@ -127,8 +150,7 @@ class Step:
                     raise
                 scheduled = plan()
             assert scheduled.program.plan is not None
-            self._fresh = scheduled is not self._current
-            if first or self._fresh:
+            if first or scheduled is not self._current:
                 state.check_host(scheduled.program, scheduled.program.plan.resident)
                 self._guard.make_room(scheduled.projection)
             self._take_memory(scheduled.program)
@@ -185,7 +207,7 @@ class Step:
         self._runtime = StepRuntime(
             options.device, self._state.moved, plan.slots, self._rule, self._groups,
             chunk_elems=self._state.chunk_elements, buffer_elems=self._state.buffer_elements,
-            buffers=ring_buffers(max(2, self._state.workers)), workers=self._state.workers, where=plan.where,
+            buffers=ring_buffers(self._state.workers), workers=self._state.workers, where=plan.where,
             adversary=None if options.chaos is None else Adversary(options.chaos), synchronous=options.synchronous,
             residents=residents, seed=options.seed, host_slot_bytes=plan.host_slots,
         )  # fmt: skip
@@ -221,17 +243,17 @@ class Step:
         expose_state(self.optimizer, self._rule, lambda: state.slabs, params, settle_state)
         self._edits = Edits(self.model)
         self._hooks = _hooks_of(self.model)
+        for parameter in params.values():
+            _OWNERS[parameter] = me
 
     def _refuse_shared(self) -> None:
-        """A model belongs to one step: two would each take its weights, and train them apart."""
-        other = _OWNERS.get(self.model)
-        owner = None if other is None else other()
-        if owner is not None and owner is not self and not owner._closed:
+        """A parameter belongs to one step: two would each take it, and train it apart."""
+        owners = [_OWNERS[parameter]() for parameter in self.model.parameters() if parameter in _OWNERS]
+        if any(owner is not None and owner is not self for owner in owners):
             raise UnsupportedError(
                 "the model belongs to another step, which is not closed: call close() of that one first (and save() "
                 "before, if its optimizer's state shall live on)"
             )
-        _OWNERS[self.model] = weakref.ref(self)
 
     def _take_edits(self) -> None:
         """What the user has written to parameters becomes their masters."""
@@ -270,6 +292,7 @@ class Step:
         """Add a micro-batch's gradients to those kept in fp32; `update()` applies them. Returns its loss."""
         return self._run(args, kwargs, accumulate=True)
 
+    @_alone("update()")
     def update(self) -> None:
         """Update with the accumulated gradients: their mean over the valid labels of all micro-batches.
 
@@ -279,10 +302,6 @@ class Step:
             OomcError: nothing was accumulated; or with `on_nonfinite="raise"`, the gradient is not finite, and nothing
                 was updated.
         """
-        with self._one_at_a_time():
-            self._update()
-
-    def _update(self) -> None:
         self._refuse_broken()
         if self._runtime is None or not self._window:
             raise OomcError("update() without forward_backward(): there are no gradients to apply")
@@ -303,6 +322,7 @@ class Step:
         self._broken = False
         self._raise_if_asked(counts, kept=True)
 
+    @_alone("use_plan()")
     def use_plan(self, plan: Plan, *args: Any, **kwargs: Any) -> None:
         """Run batches like this one by a plan of the user's from the next call on; slabs move to where it has them.
 
@@ -328,7 +348,7 @@ class Step:
         """Run a step; one that runs out of device memory before anything has changed is planned with less, and run."""
         while True:
             try:
-                with self._one_at_a_time():
+                with self._one_at_a_time("a call"):
                     return self._run_once(args, kwargs, accumulate)
             except torch.OutOfMemoryError as error:
                 if self._broken or self._closed or not self._guard.retreat(self._current):
@@ -386,8 +406,7 @@ class Step:
                 self._broken = runtime.abort(earlier=bool(self._window), steps=steps)
                 raise
         self._broken = False
-        if self._fresh:
-            self._fresh = False
+        if scheduled.steps == 0:
             give_back_free()
         if self._compiler.tunes:
             if device.type == "cuda":
@@ -401,18 +420,27 @@ class Step:
         return loss
 
     @contextmanager
-    def _one_at_a_time(self) -> Iterator[None]:
-        """Refuse a call while another thread runs one. An interrupt may leave the lock to the thread that had it."""
-        me = threading.get_ident()
-        if not self._alone.acquire(blocking=False) and self._runner != me:
-            raise OomcError("the step is being run by another thread; it runs one call at a time")
-        self._runner = me
+    def _one_at_a_time(self, what: str) -> Iterator[None]:
+        """Refuse a call while another one runs: another thread's, or one that this comes from within.
+
+        An interrupt between two lines of this may leave the lock to the thread that has it, which it does not hinder.
+        """
+        if not self._alone.acquire(blocking=False):
+            raise OomcError(f"{what} while the step is being run by another thread; it runs one call at a time")
         try:
-            yield
+            if self._call() is not None:
+                raise OomcError(
+                    f"{what} from within a call of the step (in a hook or a signal handler, say); that call must end "
+                    "first, if need be by an exception"
+                )
+            call = _Call()
+            self._call = weakref.ref(call)
+            try:
+                yield
+            finally:
+                del call
         finally:
-            self._runner = None
-            with suppress(RuntimeError):
-                self._alone.release()
+            self._alone.release()
 
     def _edits_under_way(self) -> None:
         assert self._edits is not None
@@ -420,14 +448,13 @@ class Step:
 
     def _check_hooks(self) -> None:
         """Warn of hooks that have come since the model was compiled: its modules are not called."""
-        now = _hooks_of(self.model)
-        if now > self._hooks:
+        before, self._hooks = self._hooks, _hooks_of(self.model)
+        if self._hooks > before:
             warnings.warn(
-                f"{now - self._hooks} hooks were registered on the model's modules since it was compiled; a step does "
-                "not run them. Register them before oomc.compile",
+                f"{self._hooks - before} hooks were registered on the model's modules since it was compiled; a step "
+                "does not run them. Register them before oomc.compile",
                 stacklevel=5,
             )
-        self._hooks = now
 
     def _check_mode(self) -> None:
         """Warn once if the model is in another mode than when it was traced, where that can make a difference."""
@@ -471,21 +498,22 @@ class Step:
 
         With `final`, all updates are done, and the last step's counts are what they will be.
         """
-        left = []
+        left, messages = [], []
         for index, counts in enumerate(self._unchecked):
             if counts.skipped:
                 self._skipped += 1
             if "not finite" in counts.skipped:
-                warnings.warn(f"{counts.skipped}: nothing was updated in this step", stacklevel=4)
+                messages.append(f"{counts.skipped}: nothing was updated in this step")
             elif counts.nonfinite:
-                warnings.warn(
+                messages.append(
                     f"{counts.nonfinite} elements of a gradient were not finite, and were applied as in eager PyTorch; "
-                    'oomc.compile(on_nonfinite="skip") leaves such steps out',
-                    stacklevel=4,
+                    'oomc.compile(on_nonfinite="skip") leaves such steps out'
                 )
             elif not final and not counts.skipped and index == len(self._unchecked) - 1:
                 left.append(counts)
-        self._unchecked = left
+        self._unchecked = left  # before a warning that may be an error
+        for message in messages:
+            warnings.warn(message, stacklevel=5)
 
     def _refuse_broken(self) -> None:
         self._refuse_closed()
@@ -539,10 +567,11 @@ class Step:
             except RuntimeError:
                 self._broken = True  # an update has failed
                 raise
-            self._check_counts(final=True)
         if self._edits is not None:
             self._edits.settle()
+        self._check_counts(final=True)
 
+    @_alone("evaluate()")
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output for these arguments, in evaluation mode and without gradients.
 
@@ -558,6 +587,7 @@ class Step:
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
+    @_alone("save()")
     def save(self, directory: str | os.PathLike[str], extra: Any = None, *, asynchronous: bool = False) -> Save:
         """Write a checkpoint: the weights as Hugging Face safetensors, and the exact state beside them.
 
@@ -586,6 +616,7 @@ class Step:
         progress = {"steps": self._steps, "draws": self._runtime.steps, "seed": self._runtime.seed}
         return self._checkpoints.save(directory, progress, extra, asynchronous=asynchronous)
 
+    @_alone("load()")
     def load(self, directory: str | os.PathLike[str]) -> Any:
         """Go back to a checkpoint: all of the state, hyperparameters and random generators, bit for bit.
 
@@ -639,6 +670,7 @@ class Step:
         if self._runtime is None:
             raise OomcError(f"{what}() before anything is compiled; call the step, or give oomc.compile an example")
 
+    @_alone("close()")
     def close(self) -> None:
         """Finish updates, and give the device memory, the threads and the optimizer state back."""
         closed, self._closed = self._closed, True
@@ -650,10 +682,12 @@ class Step:
                 self._runtime.synchronize()
                 self._check_counts(final=True)
         finally:
-            _OWNERS.pop(self.model, None)
             self._runtime.close()
             if self._attachment is not None:
                 self._attachment.remove()
+            for parameter in self.model.parameters():
+                if parameter in _OWNERS and _OWNERS[parameter]() is self:
+                    del _OWNERS[parameter]
             lift_limit(self._options.device)
             empty_cache(self._options.device)
 

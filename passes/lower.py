@@ -54,7 +54,9 @@ class Lower:
 
 def direct(graph: fx.GraphModule) -> Callable[..., Any]:
     """The graph op by op, with this package's operators as plain functions: dispatch to one in Python takes longer than
-    the launches of its kernels, and in small chunks that is what a step waits for."""
+    the launches of its kernels, and in small chunks that is what a step waits for. Below autograd, as an operator's
+    kernel is: forms hold no operator that needs it.
+    """
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph.graph, {}))
     for node in copy.nodes:

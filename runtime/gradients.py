@@ -46,6 +46,7 @@ Mode = Literal["update", "keep", "sum"]
 
 def ring_buffers(workers: int) -> int:
     """Buffers of the ring: each worker updates from one, and some fill. A copy takes a hundredth of an update."""
+    workers = max(2, workers)
     return workers + max(2, workers // 4)
 
 

@@ -169,7 +169,10 @@ class Slab(ABC):
             self._free("gradients")
 
     def part(self, arrays: Sequence[StateArray], start: int, stop: int) -> Part:
-        """State elements `[start, stop)`, which belong to one parameter, as views; those with state are remembered."""
+        """State elements `[start, stop)`, which belong to one parameter, as views; those with state are remembered.
+
+        A slab has one optimizer, so that `arrays` are the same each time.
+        """
         if not arrays:
             return self._part(arrays, start, stop)
         if (start, stop) not in self._parts:

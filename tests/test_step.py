@@ -7,6 +7,7 @@ import gc
 import threading
 import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -295,3 +296,71 @@ def test_a_budget_in_fractions_of_bytes_is_a_mistake() -> None:
         with pytest.raises(ValueError, match=f"write '{size}GiB'"):
             oomc.Budget(size)
     assert oomc.Budget(24e9).device == 24_000_000_000
+
+
+def test_what_would_end_a_step_from_within_is_refused(tmp_path: Path) -> None:
+    """A signal handler that closes the step, say: it is told, and the step goes on or ends by an exception."""
+    step, twin = make(), make()
+    step(**BATCH)
+    twin(**BATCH)
+    step.save(tmp_path / "a")
+    assert step._runtime is not None
+    offload, told = step._runtime.offload, []
+
+    def from_within(*args: object, **kwargs: object) -> object:
+        for call in (step.close, lambda: step.load(tmp_path / "a"), lambda: step.save(tmp_path / "b"),
+                     lambda: step.evaluate(**BATCH), lambda: step.prepare(**BATCH), lambda: step(**BATCH)):  # fmt: skip
+            with pytest.raises(OomcError, match="from within a call of the step"):
+                call()
+            told.append(call)
+        return offload(*args, **kwargs)  # type: ignore[arg-type]
+
+    step._runtime.offload = from_within  # type: ignore[assignment]
+    assert torch.equal(step(**BATCH), twin(**BATCH))
+    del step._runtime.offload
+    assert len(told) >= 6
+    assert torch.equal(step(**BATCH), twin(**BATCH))
+    assert worst(state(step), state(twin))[0] == 0
+
+
+def test_a_parameter_belongs_to_one_step_whatever_holds_it() -> None:
+    class Wrapped(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.inner(input_ids=input_ids, labels=labels)
+            return loss
+
+    model = Stack(2)
+    step = compiled(model, BATCH, like=("Stack", 2))
+    with pytest.raises(oomc.UnsupportedError, match="belongs to another step"):
+        compiled(Wrapped(model), BATCH)
+    step(**BATCH)
+
+
+def test_a_step_that_could_not_be_made_owns_nothing() -> None:
+    model = Stack(2)
+    model.register_buffer("table", torch.full((4,), float("nan")), persistent=False)
+    with pytest.raises(oomc.UnsupportedError) as caught:
+        compiled(model, BATCH)
+    assert caught.value.__traceback__ is not None  # which holds the step
+    model.get_buffer("table").zero_()
+    compiled(model, BATCH)(**BATCH)
+
+
+def test_a_warning_that_is_an_error_comes_once() -> None:
+    step = make(on_nonfinite="skip")
+    step(**BATCH)
+    step.synchronize()
+    with torch.no_grad():
+        next(iter(step.model.parameters())).fill_(float("inf"))
+    step(**BATCH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="not finite"):
+            step.synchronize()
+        step.synchronize()
+    assert step.metrics["skipped"] == 1
+    step.close()
