@@ -61,7 +61,7 @@ def smallest(made: Estimator, batch: int = 2, seq: int = 64, **budget: str) -> o
     return caught.value
 
 
-@pytest.mark.parametrize("device", ["4MiB", "1800KiB"])
+@pytest.mark.parametrize("device", [pytest.param("4MiB", marks=pytest.mark.slow), "1800KiB"])
 def test_a_plan_for_the_stand_in_is_that_of_compile(device: str) -> None:
     model = tiny.build("qwen3_moe", num_hidden_layers=5)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
@@ -103,6 +103,7 @@ def test_kernels_are_those_of_the_machine(machine: str, kernel: str, monkeypatch
     assert chosen == {kernel}
 
 
+@pytest.mark.slow
 def test_the_smallest_device_budget_works_and_less_does_not() -> None:
     error = smallest(estimator(), device="1MiB")
     assert error.smallest_device is not None and error.smallest_host is None

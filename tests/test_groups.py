@@ -39,6 +39,11 @@ from tests.rounding import assert_rounds_as_eager
 NAMES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
 GROUPS = (2, 3)
 """Of 8 experts: even, and of 2, 3 and 3."""
+SLOW = pytest.mark.slow
+CASES = [("qwen3_moe", 2), ("qwen3_moe", 3), ("mixtral", 3), ("deepseek_v3", 3), ("gpt_oss", 3)]
+REST = [pytest.param(n, g, marks=SLOW) for n in NAMES for g in GROUPS if (n, g) not in CASES]
+FEW = [("deepseek_v3", 3), ("gpt_oss", 2)]
+MORE = [pytest.param(n, g, marks=SLOW) for n in NAMES for g in GROUPS if (n, g) not in FEW]
 SHAPES = ((2, 24), (3, 37), (1, 50))
 DROPOUT_BATCHES = [tokens(2, 6, vocab=VOCAB, seed=i) for i in range(3)]
 BATCHES = [tokens(*SHAPES[i % 3], seed=i) for i in range(4)]
@@ -55,8 +60,7 @@ def grouped(name: str, groups: int, dtype: torch.dtype = torch.float32, **option
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "groups"), [*CASES, *REST])
 def test_fp32(name: str, groups: int) -> None:
     step, eager = grouped(name, groups, verify=True)
     assert step.plan.groups == groups and f"experts in {groups} groups" in str(step.report())
@@ -74,8 +78,7 @@ def test_other_models(name: str) -> None:
     assert_same_gradients(step, eager, [tokens(2, 24, seed=1), tokens(1, 50, seed=2)])
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "groups"), [*FEW, *MORE])
 def test_fp32_steps(name: str, groups: int) -> None:
     step, eager = grouped(name, groups)
     assert_trains_as_eager(step, eager, BATCHES)
@@ -83,8 +86,7 @@ def test_fp32_steps(name: str, groups: int) -> None:
         assert torch.equal(step.model.get_parameter(parameter), master), f"{parameter} is not its master"
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "groups"), [*FEW, *MORE])
 def test_bf16(name: str, groups: int) -> None:
     assert_rounds_as_eager(*grouped(name, groups, torch.bfloat16))
 
@@ -198,6 +200,7 @@ def test_a_block_larger_than_the_budget_streams() -> None:
     assert runtime._closed, "plans that were refused hold the step"
 
 
+@SLOW
 @pytest.mark.usefixtures("small_groups")
 def test_the_smallest_budget_is_the_smallest_of_all_groups() -> None:
     def needed(device: int | str, **options: Any) -> int:

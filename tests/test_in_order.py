@@ -151,7 +151,7 @@ def test_states_take_what_is_projected() -> None:
     assert peaks[1] - peaks[0] == (64 - 16) * one // 2  # beside the boundary, nothing but the states grows
 
 
-@pytest.mark.parametrize("sizes", [(1, 150), (3, 70)])
+@pytest.mark.parametrize("sizes", [pytest.param((1, 150), marks=pytest.mark.slow), (3, 70)])
 def test_a_hybrid_model_takes_no_more_than_is_projected(sizes: tuple[int, int]) -> None:
     step = compiled(tiny.build("qwen3_next"), tokens(*sizes), like=("in order",), chunk_tokens=64)
     for _ in range(2):
