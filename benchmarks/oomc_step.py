@@ -14,24 +14,21 @@ import json
 import os
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 from common import ADAMW, HostMeter, batches, build_model, device_peaks, save_gradients, synchronize
 
 import oomc
-from oomc.optimizers import RULES
 from oomc.runtime.adamw import AdamW
 
 COMPARED = 5
 
 
-class NoUpdate(AdamW):
-    """What remains of a step when the update is left out."""
-
-    def update(self, *args: Any, **kwargs: Any) -> int:
-        """Do nothing."""
-        return 0
+def nothing(*args: Any, **kwargs: Any) -> int:
+    """An update that is left out."""
+    return 0
 
 
 def main() -> None:
@@ -47,9 +44,10 @@ def main() -> None:
     parser.add_argument("--backend", choices=["eager", "inductor"], default="eager")
     parser.add_argument("--chunk-tokens", type=int, default=None, help="in each chunk; by default as many as fit")
     parser.add_argument("--clip", type=float, default=None, metavar="NORM", help="clip the gradient's global norm")
+    parser.add_argument("--updates", choices=["host", "device"], default=None, help="who updates")
     parser.add_argument(
-        "--updates", choices=["host", "device", "none"], default=None,
-        help="who updates; none: gradients leave the device as ever, and the update does nothing",
+        "--without-update", action="store_true",
+        help="then time the same plan where the host updates and the update does nothing: gradients leave as ever",
     )  # fmt: skip
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of small sizes")
@@ -72,12 +70,10 @@ def main() -> None:
     built = time.perf_counter()
     batch = next(stream)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    if args.updates == "none":
-        RULES[torch.optim.AdamW] = NoUpdate
     step = oomc.compile(
         model, oomc.Budget(args.device_budget, args.host_budget), optimizer=optimizer, example=batch, device=device,
         backend=args.backend, max_grad_norm=args.clip, chunk_tokens=args.chunk_tokens,
-        updates="host" if args.updates == "none" else args.updates,
+        updates=args.updates,
     )  # fmt: skip
     compiled = time.perf_counter()
     if args.save_grads:
@@ -103,6 +99,17 @@ def main() -> None:
         synchronize(device)
         drained = (time.perf_counter() - window) / args.steps
     metrics, figures = step.metrics, step.report().data
+    plan, peaks, without = step.plan, device_peaks(device), None
+    if args.without_update:
+        AdamW.update = nothing  # type: ignore[method-assign]
+        step.use_plan(replace(plan, where="host"), **batch)
+        without = []
+        for _ in range(args.warmup + args.steps):
+            start = time.perf_counter()
+            float(step(**batch))
+            without.append(time.perf_counter() - start)
+            batch = next(stream)
+        step.synchronize()
     if args.report:
         step.record()
         float(step(**batch))
@@ -131,11 +138,12 @@ def main() -> None:
                 "state_bytes": metrics["state_bytes"],
                 "stall_s": metrics["stall_s"],
                 "step_s": step_s,
+                "without_update_s": without and statistics.median(without[args.warmup :]),
                 "step_projected": figures["timeline"]["step_s"],
                 "drained_s": drained,
                 "steps_s": steady,
                 "tokens_per_s": args.batch * args.seq / step_s,
-                **device_peaks(device),
+                **peaks,
                 "device_measured": metrics["device_peak"],
                 "device_projected": metrics["device_projected"],
                 "device_budget": args.device_budget,
@@ -143,7 +151,7 @@ def main() -> None:
                 "host_projected": sum(count for name, count in figures["host"].items() if name != "allowed"),
                 "host_bytes_per_parameter": meter.peak / parameters,
                 "losses": losses[:COMPARED],
-                "plan": step.plan.describe(),
+                "plan": plan.describe(),
                 "build_s": built - began,
                 "compile_s": compiled - built,
                 "cores": os.cpu_count(),

@@ -208,8 +208,7 @@ class Recorder:
 
     def _on_device(self, device: Any, method: Callable[..., None]) -> Callable[..., None]:
         def call(job: Job, chunk: list[Run], *args: Any, **kwargs: Any) -> None:
-            streams = (device._compute, device._compute) if job.slab.on_device else (device._in, device._out)
-            with self._timed("device", *self._slab(job), _gradient_bytes(job, chunk), *streams):
+            with self._timed("device", *self._slab(job), _gradient_bytes(job, chunk), device.next_stream(job)):
                 method(job, chunk, *args, **kwargs)
 
         return call
@@ -219,8 +218,8 @@ class Recorder:
 
     # -- recording ------------------------------------------------------------------------------------------------
 
-    def _timed(self, lane: str, name: str, block: int, nbytes: int = 0, first: Any = None, last: Any = None) -> _Timed:
-        return _Timed(self, (lane, name, block, nbytes), first, last or first)
+    def _timed(self, lane: str, name: str, block: int, nbytes: int = 0, stream: Any = None) -> _Timed:
+        return _Timed(self, (lane, name, block, nbytes), stream)
 
     def _add(self, lane: str, name: str, block: int, start: Any, end: Any, nbytes: int) -> None:
         with self._lock:
@@ -238,19 +237,19 @@ class Recorder:
 
 
 class _Timed:
-    """Times what is inside, on the current stream or from one stream to another."""
+    """Times what is inside, on a stream (None: the current one)."""
 
-    def __init__(self, recorder: Recorder, what: tuple[str, str, int, int], first: Any, last: Any) -> None:
-        self._recorder, self._what, self._first, self._last = recorder, what, first, last
+    def __init__(self, recorder: Recorder, what: tuple[str, str, int, int], stream: Any) -> None:
+        self._recorder, self._what, self._stream = recorder, what, stream
 
     def __enter__(self) -> None:
         assert self._recorder._clock is not None
-        self._start = self._recorder._clock.mark(self._first)
+        self._start = self._recorder._clock.mark(self._stream)
 
     def __exit__(self, *_: object) -> None:
         assert self._recorder._clock is not None
         lane, name, block, nbytes = self._what
-        self._recorder._add(lane, name, block, self._start, self._recorder._clock.mark(self._last), nbytes)
+        self._recorder._add(lane, name, block, self._start, self._recorder._clock.mark(self._stream), nbytes)
 
 
 class _Clock:

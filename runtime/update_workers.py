@@ -126,7 +126,7 @@ class HostUpdates:
             task = partial(self._apply, job, piece, gradients, counts, buffer, copied)
             self._pool.submit(task, done, job.order)
             buffer = None
-        job.read_by("host", copied)
+        job.read_by(self._stream, copied)
 
     def _apply(
         self, job: Job, piece: list[Run], gradients: list[Array], counts: StepCounts, buffer: int, copied: Mark
@@ -152,7 +152,11 @@ def _pieces(chunk: list[Run], dtypes: Sequence[torch.dtype], buffer_bytes: int) 
 
 
 class Staging:
-    """Device memory through which one chunk's weights and state pass."""
+    """Device memory through which one chunk's weights and state pass, and the stream on which they do.
+
+    A chunk's copies and kernel follow each other on one stream, so that nothing need wait for events between them;
+    those of the other stages run beside them.
+    """
 
     def __init__(self, arrays: Sequence[StateArray], chunk_bytes: int, device: torch.device) -> None:
         most = chunk_bytes // 2
@@ -163,8 +167,10 @@ class Staging:
         self._gradient = torch.empty(chunk_bytes, dtype=torch.uint8, device=device)
         self._parts: dict[tuple[int, int, bool], Part] = {}
         self.nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.found = HostMemory(4, pin=device.type == "cuda")
         self.found_tensor = self.found.tensor(torch.int32, (1,))
+        self.found_array = self.found_tensor.numpy()
 
     @staticmethod
     def nbytes(arrays: Sequence[StateArray], chunk_bytes: int) -> int:
@@ -226,8 +232,7 @@ class DeviceUpdates:
         self._flights: deque[_Flight] = deque()
         self.set_stages(stages)
         self._nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
-        cuda = device.type == "cuda"
-        self._in, self._compute, self._out = (torch.cuda.Stream(device) if cuda else None for _ in range(3))
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def set_stages(self, stages: int) -> None:
         """Have so many sets of staging memory from now on; nothing may be under way."""
@@ -264,7 +269,7 @@ class DeviceUpdates:
             flight.job.fail(error)
             return
         if flight.staging is not None:
-            flight.counts.add_nonfinite(int(flight.staging.found_tensor))
+            flight.counts.add_nonfinite(int(flight.staging.found_array[0]))
             if self._adversary is not None:
                 for tensor in flight.staging.tensors():
                     self._adversary.poison(tensor.view(torch.uint8))
@@ -281,46 +286,40 @@ class DeviceUpdates:
             event = self._streamed(job, chunk, counts, staging)
             self._flights.append(_Flight(job, counts, staging, event))
 
+    def next_stream(self, job: Job) -> torch.cuda.Stream | None:
+        """On which the next chunk would be updated, if it is one of `job`'s."""
+        return self._stream if job.slab.on_device else self._free[-1].stream
+
     def _in_place(self, job: Job, chunk: list[Run], counts: StepCounts) -> Mark:
-        with _on(self._compute):
+        with _on(self._stream):
             for run in chunk:
                 if self._device.type == "cuda":
                     job.apply_cuda(run, job.part(run), job.gradient(run), self._nonfinite)
                 else:
                     job.apply(run, job.part_bits(run), gradient_bits(job.gradient(run)), counts)
             event = mark(self._device, blocking=True)
-        job.read_by("device", event)
+        job.read_by(self._stream, event)
         return event
 
     def _streamed(self, job: Job, chunk: list[Run], counts: StepCounts, staging: Staging) -> Mark:
-        parts, places, gradients = [job.part(run) for run in chunk], [], []
-        with _on(self._in):
+        parts, places = [job.part(run) for run in chunk], []
+        with _on(staging.stream):
+            staging.nonfinite.zero_()
             for run, part in zip(chunk, parts):
                 gradient = job.gradient(run)
                 if job.kept:
                     gradient = staging.gradient(run, gradient)
                     gradient.copy_(job.gradient(run), non_blocking=True)
-                places.append(staging.part(run, gradient, split=part[1] is not None))
-                gradients.append(gradient)
-                _copy(places[-1], part)
-            del gradient
-            arrived = mark(self._device)
-        with _on(self._compute):
-            if arrived is not None:
-                arrived.wait()
-            staging.nonfinite.zero_()
-            for run, place, gradient in zip(chunk, places, gradients):
+                place = staging.part(run, gradient, split=part[1] is not None)
+                places.append(place)
+                _copy(place, part)
                 if self._device.type == "cuda":
                     job.apply_cuda(run, place, gradient, staging.nonfinite)
                 else:
                     job.apply(run, bits_of(place), gradient_bits(gradient), counts)
-            updated = mark(self._device)
-        # whoever waits for the read lets go of the gradients then, and nothing here may hold them longer
-        del gradient, gradients
-        job.read_by("device", updated)
-        with _on(self._out):
-            if updated is not None:
-                updated.wait()
+            # whoever waits for the read lets go of the gradients then, and nothing here may hold them longer
+            del gradient
+            job.read_by(staging.stream, mark(self._device))
             for place, part in zip(places, parts):
                 counts.state_bytes += 2 * _copy(part, place)
             staging.found_tensor.copy_(staging.nonfinite, non_blocking=True)
