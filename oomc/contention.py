@@ -145,7 +145,7 @@ class World:
         self.jobs: list[Job] = []
         self.busy = {"h2d": 0.0, "d2h": 0.0, "host": 0.0, "device": 0.0}
         self.moved_bytes = {"h2d": 0.0, "d2h": 0.0}
-        self._ring = float(ring_buffers(machine.cores) * BUFFER_ELEMENTS)
+        self._ring = float(ring_buffers(machine.cores, where) * BUFFER_ELEMENTS)
         self._known: dict[tuple[bool, Kind | None, bool, bool], Rates] = {}
 
     def put(self, copy: Copy) -> Copy:

@@ -185,10 +185,10 @@ class Instance:
 def rates_of(machine: Machine, moved: float, grad: float) -> Array:
     """The machine's rates as the kernel takes them; `moved` and `grad` are bytes of a parameter (oomc.contention)."""
     m = machine
-    ring = ring_buffers(m.cores) * BUFFER_ELEMENTS
+    ring, ring_both = (ring_buffers(m.cores, where) * BUFFER_ELEMENTS for where in ("host", "both"))
     return np.array([
         m.h2d, m.d2h, m.h2d_both, m.d2h_both, m.copy_traffic, m.host_bandwidth, m.update_rate, m.update_bytes,
-        m.streamed_rate, m.both_rate, m.bandwidth, m.copy_latency, ring, moved, grad,
+        m.streamed_rate, m.both_rate, m.bandwidth, m.copy_latency, ring, ring_both, moved, grad,
     ], np.float64)  # fmt: skip
 
 

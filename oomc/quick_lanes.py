@@ -30,8 +30,8 @@ JPARAMS, JLEFT, JGRAD, JORDER, JRES, JURGENT, JAFTER, JSTART, JREAD, JEND = rang
 # places in the vector of the machine's rates
 (
     H2D, D2H, H2D_BOTH, D2H_BOTH, TRAFFIC, HOST_RATE, UPDATE_RATE, UPDATE_BYTES, STREAMED, BOTH_RATE, BANDWIDTH,
-    LATENCY, RING, MOVED, GRAD,
-) = range(15)  # fmt: skip
+    LATENCY, RING, RING_BOTH, MOVED, GRAD,
+) = range(16)  # fmt: skip
 
 
 @njit
@@ -151,7 +151,7 @@ def advance(
     span = max(span, 0.0)
     if front >= 0:
         # which jobs have all of their gradient in the ring: by priority, the front first
-        ring = m[RING] if where != DEVICE else 0.0
+        ring = 0.0 if where == DEVICE else m[RING_BOTH] if where == BOTH else m[RING]
         ahead = 0.0
         last = -1.0
         while True:

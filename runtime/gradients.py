@@ -44,9 +44,16 @@ BUFFER_ELEMENTS = 4 << 20
 Mode = Literal["update", "keep", "sum"]
 
 
-def ring_buffers(workers: int) -> int:
-    """Buffers of the ring: each worker updates from one, and some fill. A copy takes a hundredth of an update."""
+def ring_buffers(workers: int, where: Where = "host") -> int:
+    """Buffers of the ring that are in use: each worker updates from one, and some fill.
+
+    A copy takes a hundredth of an update. Beside a device that updates too, which leaves less of the host's memory
+    bandwidth, workers on three quarters of the cores do as much, and the threads that issue compute and copies never
+    wait for a core (docs/RESULTS.md).
+    """
     workers = max(2, workers)
+    if where == "both":
+        return max(3, 3 * workers // 4)
     return workers + max(2, workers // 4)
 
 
@@ -118,6 +125,7 @@ class GradientSink:
         count = buffers or ring_buffers(pool.workers)
         buffer = min(self.chunk_bytes, chunk_bytes_of(buffer_elems))
         self.ring = Ring(count, buffer, pin=lane.device.type == "cuda")
+        self._rest(where)
         self._queue = UpdateQueue(where)
         self._host = HostUpdates(self.ring, pool, lane.device, adversary)
         self._device = DeviceUpdates(rule.arrays, lane.device, self.chunk_bytes, _stages(where), adversary)
@@ -152,7 +160,12 @@ class GradientSink:
     def set_where(self, where: Where) -> None:
         """Change who updates slabs on the host, and take or give back device memory for it; nothing is under way."""
         self._device.set_stages(_stages(where))
+        self._rest(where)
         self._queue.where = where
+
+    def _rest(self, where: Where) -> None:
+        """Leave buffers of the ring unused, where fewer serve as well; one that was built with few has none to spare."""
+        self.ring.use(min(self.ring.count, ring_buffers(self._pool.workers, where)))
 
     def offload(self, slab: Slab, grads: Sequence[tuple[str, torch.Tensor | None]], mode: Mode) -> GradientTicket:
         """Take gradients of a slab.

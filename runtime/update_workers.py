@@ -44,11 +44,20 @@ class Ring:
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for index in range(self.count):
             self._free.put(index)
+        self._resting: list[int] = []
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
         return self._memory.nbytes
+
+    def use(self, count: int) -> None:
+        """Let `count` buffers be taken at once from now on, at least two; nothing may be under way."""
+        resting = self.count - min(max(2, count), self.count)
+        while len(self._resting) > resting:
+            self._free.put(self._resting.pop())
+        while len(self._resting) < resting:
+            self._resting.append(self._free.get())
 
     def take(self) -> int:
         """Index of a free buffer; blocks until there is one."""

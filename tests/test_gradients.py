@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import queue
+
 import pytest
 import torch
 
 from oomc.runtime.adamw import AdamW
 from oomc.runtime.executor import Runtime
-from oomc.runtime.gradients import Clipping
+from oomc.runtime.gradients import Clipping, ring_buffers
 from oomc.runtime.optim import Array
 from oomc.runtime.slabs import HostSlab
+from oomc.runtime.update_workers import Ring
 from oomc.runtime.updates import plan_chunks
 from tests.slab_cases import CPU, GROUP_OF, GROUPS, HYPERS, gradients, make_slab
 
@@ -204,3 +207,16 @@ def test_chunks_cover_everything_once_within_their_buffers() -> None:
                 end = run.offset + (run.stop - run.start) * kinds[run.index].itemsize
             assert end <= 512
         assert seen == sizes
+
+
+def test_beside_a_device_that_updates_fewer_buffers_of_the_ring_are_in_use() -> None:
+    assert (ring_buffers(16), ring_buffers(16, "both"), ring_buffers(1, "both")) == (20, 12, 3)
+    ring = Ring(ring_buffers(16), 1024, pin=False)
+    for count, most in ((12, 12), (20, 20), (3, 3), (1, 2), (99, 20)):
+        ring.use(count)
+        taken = [ring.take() for _ in range(most)]
+        assert len(set(taken)) == most
+        with pytest.raises(queue.Empty):
+            ring._free.get_nowait()
+        for index in taken:
+            ring.give(index, None)
