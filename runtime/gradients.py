@@ -164,7 +164,7 @@ class GradientSink:
         self._queue.where = where
 
     def _rest(self, where: Where) -> None:
-        """Leave buffers of the ring unused, where fewer serve as well; one that was built with few has none to spare."""
+        """Leave buffers of the ring unused where fewer serve as well."""
         self.ring.use(min(self.ring.count, ring_buffers(self._pool.workers, where)))
 
     def offload(self, slab: Slab, grads: Sequence[tuple[str, torch.Tensor | None]], mode: Mode) -> GradientTicket:
