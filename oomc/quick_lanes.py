@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import numba
-
+from oomc import contention
 from oomc.contention import EPSILON, HOST_BYTES, LEAST
+from oomc.jit import jit
 
 
 def njit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function, and keep what was compiled."""
-    compiled: Callable[..., Any] = numba.njit(cache=True)(function)
-    return compiled
+    """Compile a function of the quick model: of this file, oomc.quick_memory or oomc.quick_step."""
+    here = Path(__file__)
+    return jit(
+        function, contention.__file__, *(str(here.with_name(f"quick_{x}.py")) for x in ("lanes", "memory", "step"))
+    )
 
 
 # kinds of gradients: taken by updates from where they lie, kept for the norm, summed, none

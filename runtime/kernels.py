@@ -10,13 +10,15 @@ the data twice in blocks of `BLOCK` elements, which stay in the cache between.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 
-import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
+
+from oomc.jit import jit
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -26,11 +28,9 @@ SQUARES = 256  # sums kept side by side: numba reorders no additions, so that a 
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile `function` at its first call: no GIL, IEEE arithmetic, kept on disk where a cache folder is writable."""
-    try:
-        return numba.njit(nogil=True, fastmath=False, error_model="numpy", cache=True)(function)
-    except RuntimeError:  # numba found no folder that it could write its cache to
-        return numba.njit(nogil=True, fastmath=False, error_model="numpy")(function)
+    """Compile `function` at its first call: no GIL, IEEE arithmetic. It may call those of this file and of adamw.py."""
+    shared = __file__, str(Path(__file__).with_name("adamw.py"))
+    return jit(function, *shared, nogil=True, fastmath=False, error_model="numpy")
 
 
 @intrinsic
