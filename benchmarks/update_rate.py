@@ -27,6 +27,7 @@ from oomc.runtime.executor import Runtime
 from oomc.runtime.layout import ParamSpec, SlabLayout
 from oomc.runtime.pool import physical_cores
 from oomc.runtime.slabs import HostSlab
+from oomc.runtime.updates import Where
 
 PIECE = 64 << 20  # parameters of one tensor
 
@@ -67,10 +68,12 @@ class Engine:
             workers=threads,
         )  # fmt: skip
 
-    def update(self, where: str) -> None:
+    def update(self, where: Where) -> None:
         """Update everything once."""
-        assert self.runtime._sink is not None
-        self.runtime._sink._queue.where = where  # type: ignore[assignment]
+        sink = self.runtime._sink
+        assert sink is not None
+        sink._rest(where)
+        sink._queue.where = where
         self.runtime.begin_step([self.hyper])
         tickets = [
             self.runtime.offload(s.name, ["w"], [g], "update") for s, g in zip(self.slabs, self.gradients)
