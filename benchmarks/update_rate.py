@@ -72,7 +72,6 @@ class Engine:
         """Update everything once."""
         sink = self.runtime._sink
         assert sink is not None
-        sink._rest(where)
         sink._queue.where = where
         self.runtime.begin_step([self.hyper])
         tickets = [

@@ -48,7 +48,7 @@ def ring_buffers(workers: int, where: Where = "host") -> int:
     """Buffers of the ring that are in use: each worker updates from one, and some fill.
 
     A copy takes a hundredth of an update. Beside a device that updates too, which leaves less of the host's memory
-    bandwidth, workers on three quarters of the cores do as much, and the threads that issue compute and copies never
+    bandwidth, workers on three quarters of the cores do as much, and the threads that issue compute and copies need not
     wait for a core (docs/RESULTS.md).
     """
     workers = max(2, workers)
@@ -125,7 +125,6 @@ class GradientSink:
         count = buffers or ring_buffers(pool.workers)
         buffer = min(self.chunk_bytes, chunk_bytes_of(buffer_elems))
         self.ring = Ring(count, buffer, pin=lane.device.type == "cuda")
-        self._rest(where)
         self._queue = UpdateQueue(where)
         self._host = HostUpdates(self.ring, pool, lane.device, adversary)
         self._device = DeviceUpdates(rule.arrays, lane.device, self.chunk_bytes, _stages(where), adversary)
@@ -160,12 +159,7 @@ class GradientSink:
     def set_where(self, where: Where) -> None:
         """Change who updates slabs on the host, and take or give back device memory for it; nothing is under way."""
         self._device.set_stages(_stages(where))
-        self._rest(where)
         self._queue.where = where
-
-    def _rest(self, where: Where) -> None:
-        """Leave buffers of the ring unused where fewer serve as well."""
-        self.ring.use(min(self.ring.count, ring_buffers(self._pool.workers, where)))
 
     def offload(self, slab: Slab, grads: Sequence[tuple[str, torch.Tensor | None]], mode: Mode) -> GradientTicket:
         """Take gradients of a slab.
@@ -203,6 +197,7 @@ class GradientSink:
         the norm is not finite. The counts of this step tell which."""
         counts, window = self.counts, clipping.window
         counts.applying = True
+        self.ring.use(self.ring.count)  # the next forward waits for these updates, and so leaves the cores to them
         kept = {slab.name: (slab, slab.pending()) for slab in slabs}
         squares, self._squares = self._squares, {}
         jobs, summed = [], []
@@ -291,6 +286,7 @@ class GradientSink:
 
     def _start(self, jobs: list[Job], counts: StepCounts) -> None:
         """Update as soon as all that compute has been told so far is done."""
+        self.ring.use(ring_buffers(self._pool.workers, self.where))
         counts.updates += len(jobs)
         computed = mark(self._lane.device, blocking=True)
 

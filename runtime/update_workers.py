@@ -7,9 +7,10 @@ device:  weights and state in, kernel, weights and state out; in place where the
 from __future__ import annotations
 
 import queue
+import threading
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,6 +46,8 @@ class Ring:
         for index in range(self.count):
             self._free.put(index)
         self._resting: list[int] = []
+        self._rest = 0
+        self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
@@ -52,12 +55,15 @@ class Ring:
         return self._memory.nbytes
 
     def use(self, count: int) -> None:
-        """Let `count` buffers be taken at once from now on, at least two; nothing may be under way."""
-        resting = self.count - min(max(2, count), self.count)
-        while len(self._resting) > resting:
-            self._free.put(self._resting.pop())
-        while len(self._resting) < resting:
-            self._resting.append(self._free.get())
+        """Let `count` buffers be out at once from now on, at least two; those that are out too many rest when they come
+        back."""
+        with self._lock:
+            self._rest = self.count - min(max(2, count), self.count)
+            while len(self._resting) > self._rest:
+                self._free.put(self._resting.pop())
+            with suppress(queue.Empty):
+                while len(self._resting) < self._rest:
+                    self._resting.append(self._free.get_nowait())
 
     def take(self) -> int:
         """Index of a free buffer; blocks until there is one."""
@@ -67,7 +73,11 @@ class Ring:
         """Free buffer `index`; the order does not matter, since all are of one size."""
         if adversary is not None:
             adversary.poison(self._tensor[index])
-        self._free.put(index)
+        with self._lock:
+            if len(self._resting) < self._rest:
+                self._resting.append(index)
+            else:
+                self._free.put(index)
 
     def tensor(self, index: int, run: Run, dtype: torch.dtype) -> torch.Tensor:
         """The run's place in buffer `index`; there are few sizes of runs, so that all places are remembered."""

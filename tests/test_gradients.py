@@ -220,3 +220,10 @@ def test_beside_a_device_that_updates_fewer_buffers_of_the_ring_are_in_use() -> 
             ring._free.get_nowait()
         for index in taken:
             ring.give(index, None)
+    taken = [ring.take() for _ in range(20)]
+    ring.use(4)
+    for index in taken:
+        ring.give(index, None)  # all but four rest
+    assert ring._free.qsize() == 4
+    ring.use(20)
+    assert ring._free.qsize() == 20
