@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--updates", choices=["host", "device"], default=None, help="who updates")
     parser.add_argument(
         "--without-update", action="store_true",
-        help="then time the same plan where the host updates and the update does nothing: gradients leave as ever",
+        help="then time the plan with the host as who updates, and updates that do nothing: gradients leave as ever",
     )  # fmt: skip
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of small sizes")
@@ -57,6 +57,8 @@ def main() -> None:
     parser.add_argument("--report", metavar="PATH", help="save the report here, with the lanes of one more step in it")
     parser.add_argument("--profile", metavar="PATH", help="save a Chrome trace of one more step here")
     args = parser.parse_args()
+    if args.without_update and args.updates == "device":
+        parser.error("--without-update times a plan where the host updates, which --updates device rules out")
     device = torch.device(args.device)
     if device.type == "cuda":
         torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)
@@ -99,17 +101,6 @@ def main() -> None:
         synchronize(device)
         drained = (time.perf_counter() - window) / args.steps
     metrics, figures = step.metrics, step.report().data
-    plan, peaks, without = step.plan, device_peaks(device), None
-    if args.without_update:
-        AdamW.update = nothing  # type: ignore[method-assign]
-        step.use_plan(replace(plan, where="host"), **batch)
-        without = []
-        for _ in range(args.warmup + args.steps):
-            start = time.perf_counter()
-            float(step(**batch))
-            without.append(time.perf_counter() - start)
-            batch = next(stream)
-        step.synchronize()
     if args.report:
         step.record()
         float(step(**batch))
@@ -120,6 +111,17 @@ def main() -> None:
             step.synchronize()
         profile.export_chrome_trace(args.profile)
         print(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=60))
+    plan, peaks, without = step.plan, device_peaks(device), None
+    if args.without_update:
+        AdamW.update = AdamW.update_cuda = nothing  # type: ignore[assignment, method-assign]
+        step.use_plan(replace(plan, where="host"), **batch)
+        without = []
+        for _ in range(args.warmup + args.steps):
+            start = time.perf_counter()
+            float(step(**batch))
+            without.append(time.perf_counter() - start)
+            batch = next(stream)
+        step.synchronize()
     steady = times[args.warmup :]
     step_s = statistics.median(steady)
     print(

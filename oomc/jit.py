@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,22 +20,22 @@ def jit(function: Callable[..., Any], *others: str, **options: Any) -> Callable[
         others: files whose constants and functions are compiled into it too.
         options: numba.njit's.
     """
-    own = inspect.getfile(function)
-    _forget_stale(own, *others)
     try:
-        return numba.njit(cache=True, **options)(function)
+        compiled = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # numba found no folder that it could write its cache to
         return numba.njit(**options)(function)
+    _forget_stale(compiled.stats.cache_path, Path(inspect.getfile(function)).stem, *others)
+    return compiled
 
 
 @cache
-def _forget_stale(own: str, *others: str) -> None:
-    """Drop what was compiled before one of the others changed: numba looks at the date of a function's own file only.
+def _forget_stale(folder: str, own: str, *others: str) -> None:
+    """Drop what was compiled of file `own` before one of the others changed: numba looks at a function's own file only.
 
-    That holds for the cache beside the file, which is where numba keeps it if it can. Where it cannot, the files belong
-    to someone else, who replaces them all at once.
+    That is early enough, since numba reads it at the first call.
     """
     newest = max((Path(file).stat().st_mtime for file in others if Path(file).exists()), default=0.0)
-    for index in (Path(own).parent / "__pycache__").glob(f"{Path(own).stem}.*.nbi"):
-        if index.stat().st_mtime < newest:
-            index.unlink(missing_ok=True)
+    for index in Path(folder).glob(f"{own}.*.nbi"):
+        with suppress(OSError):  # another process has dropped it
+            if index.stat().st_mtime < newest:
+                index.unlink()

@@ -10,6 +10,8 @@ from oomc import contention
 from oomc.contention import EPSILON, HOST_BYTES, LEAST
 from oomc.jit import jit
 
+_FILES = (contention.__file__, *(str(Path(__file__).with_name(f"quick_{x}.py")) for x in ("lanes", "memory", "step")))
+
 
 def njit(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function of the quick model: of this file, oomc.quick_memory or oomc.quick_step."""

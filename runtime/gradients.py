@@ -45,11 +45,11 @@ Mode = Literal["update", "keep", "sum"]
 
 
 def ring_buffers(workers: int, where: Where = "host") -> int:
-    """Buffers of the ring that are in use: each worker updates from one, and some fill.
+    """Buffers of the ring that are in use: each worker updates from one, one waits for a chunk, and some fill.
 
-    A copy takes a hundredth of an update. Beside a device that updates too, which leaves less of the host's memory
-    bandwidth, workers on three quarters of the cores do as much, and the threads that issue compute and copies need not
-    wait for a core (docs/RESULTS.md).
+    A copy takes a hundredth of an update. Beside a device that updates too there are as many as three quarters of the
+    cores: the device leaves less of the host's memory bandwidth, so that fewer workers do as much, and the threads that
+    issue compute and copies need not wait for a core (measured on 16 cores, docs/RESULTS.md).
     """
     workers = max(2, workers)
     if where == "both":
@@ -286,7 +286,7 @@ class GradientSink:
 
     def _start(self, jobs: list[Job], counts: StepCounts) -> None:
         """Update as soon as all that compute has been told so far is done."""
-        self.ring.use(ring_buffers(self._pool.workers, self.where))
+        self.ring.use(ring_buffers(self._pool.workers, "both") if self.where == "both" else self.ring.count)
         counts.updates += len(jobs)
         computed = mark(self._lane.device, blocking=True)
 

@@ -21,12 +21,13 @@ from torch import fx
 
 from oomc import meta, steps
 from oomc.offloadable import value_bytes
-from oomc.runtime.lanes import Lane, Ticket
+from oomc.runtime.lanes import Lane, Mark, Ticket
 
 if TYPE_CHECKING:
     from oomc.program import Program
     from oomc.runtime.step import StepRuntime
-    from oomc.runtime.updates import Job, Run
+    from oomc.runtime.update_workers import Staging
+    from oomc.runtime.updates import Job, Run, StepCounts
 
 METHODS = {
     steps.run: "run", steps.run_chunks: "run_chunks", steps.wait: "wait_weights", steps.retire: "wait_gradients",
@@ -134,7 +135,8 @@ class Recorder:
         if runtime._sink is not None:
             self._wrap(runtime._sink._host, "issue", self._leave)
             self._wrap(runtime._sink._host, "_apply", self._on_host)
-            self._wrap(runtime._sink._device, "issue", self._on_device)
+            self._wrap(runtime._sink._device, "_in_place", self._on_device)
+            self._wrap(runtime._sink._device, "_streamed", self._on_device)
 
     def _wrap(self, thing: Any, name: str, how: Callable[[Any, Callable[..., Any]], Callable[..., Any]]) -> None:
         method = getattr(thing, name)
@@ -206,10 +208,11 @@ class Recorder:
 
         return call
 
-    def _on_device(self, device: Any, method: Callable[..., None]) -> Callable[..., None]:
-        def call(job: Job, chunk: list[Run], *args: Any, **kwargs: Any) -> None:
-            with self._timed("device", *self._slab(job), _gradient_bytes(job, chunk), device.next_stream(job)):
-                method(job, chunk, *args, **kwargs)
+    def _on_device(self, device: Any, method: Callable[..., Mark]) -> Callable[..., Mark]:
+        def call(job: Job, chunk: list[Run], counts: StepCounts, staging: Staging | None = None) -> Mark:
+            stream, stage = (device._stream, ()) if staging is None else (staging.stream, (staging,))
+            with self._timed("device", *self._slab(job), _gradient_bytes(job, chunk), stream):
+                return method(job, chunk, counts, *stage)
 
         return call
 

@@ -55,10 +55,9 @@ class Ring:
         return self._memory.nbytes
 
     def use(self, count: int) -> None:
-        """Let `count` buffers be out at once from now on, at least two; those that are out too many rest when they come
-        back."""
+        """Let `count` buffers, at least three, be out at once from now on; others rest, once they are given back."""
         with self._lock:
-            self._rest = self.count - min(max(2, count), self.count)
+            self._rest = max(0, self.count - max(3, count))
             while len(self._resting) > self._rest:
                 self._free.put(self._resting.pop())
             with suppress(queue.Empty):
@@ -106,7 +105,7 @@ class HostUpdates:
 
     def __init__(self, ring: Ring, pool: Pool, device: torch.device, adversary: Adversary | None) -> None:
         self._ring, self._pool, self._device, self._adversary = ring, pool, device, adversary
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = _stream(device)
 
     def work(self, chunks: UpdateQueue) -> None:
         """Take chunks until the queue is closed."""
@@ -132,20 +131,27 @@ class HostUpdates:
         for piece in pieces:
             if buffer is None:
                 buffer = self._ring.take()
-            # a kept gradient takes a buffer too, but only so that the host does not claim more than it soon gets to
-            if job.kept:
-                gradients = [gradient_bits(job.gradient(run)) for run in piece]
-            else:
-                gradients = [self._ring.bits(buffer, run, job.dtypes[run.index]) for run in piece]
-                with _on(self._stream):
-                    for run in piece:
-                        place = self._ring.tensor(buffer, run, job.dtypes[run.index])
-                        place.copy_(job.gradient(run), non_blocking=True)
-                    copied = mark(self._device, blocking=True)
+            try:
+                gradients, copied = self._bring(job, piece, buffer)
+            except BaseException:
+                self._ring.give(buffer, None)
+                raise
             task = partial(self._apply, job, piece, gradients, counts, buffer, copied)
             self._pool.submit(task, done, job.order)
             buffer = None
-        job.read_by(self._stream, copied)
+        job.read_by("host", copied)
+
+    def _bring(self, job: Job, piece: list[Run], buffer: int) -> tuple[list[Array], Mark]:
+        """A piece's gradients on the host, and what they have come with."""
+        # a kept gradient takes a buffer too, but only so that the host does not claim more than it soon gets to
+        if job.kept:
+            return [gradient_bits(job.gradient(run)) for run in piece], None
+        with _on(self._stream):
+            for run in piece:
+                place = self._ring.tensor(buffer, run, job.dtypes[run.index])
+                place.copy_(job.gradient(run), non_blocking=True)
+            copied = mark(self._device, blocking=True)
+        return [self._ring.bits(buffer, run, job.dtypes[run.index]) for run in piece], copied
 
     def _apply(
         self, job: Job, piece: list[Run], gradients: list[Array], counts: StepCounts, buffer: int, copied: Mark
@@ -177,16 +183,17 @@ class Staging:
     those of the other stages run beside them.
     """
 
-    def __init__(self, arrays: Sequence[StateArray], chunk_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self, arrays: Sequence[StateArray], chunk_bytes: int, device: torch.device, stream: torch.cuda.Stream | None
+    ) -> None:
         most = chunk_bytes // 2
-        self._arrays = arrays
+        self._arrays, self.stream = arrays, stream
         self._weights = torch.empty(chunk_bytes, dtype=torch.uint8, device=device)
         self._lo = torch.empty(most, dtype=torch.int16, device=device)
         self._state = [torch.empty(a.elements(most), dtype=a.dtype, device=device) for a in arrays]
         self._gradient = torch.empty(chunk_bytes, dtype=torch.uint8, device=device)
         self._parts: dict[tuple[int, int, bool], Part] = {}
         self.nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.found = HostMemory(4, pin=device.type == "cuda")
         self.found_tensor = self.found.tensor(torch.int32, (1,))
         self.found_array = self.found_tensor.numpy()
@@ -249,16 +256,18 @@ class DeviceUpdates:
         self._arrays, self._chunk_bytes = arrays, chunk_bytes
         self._free: list[Staging] = []
         self._flights: deque[_Flight] = deque()
+        # once: torch hands out the same few streams in turn, and one that a lane has too would wait with it
+        self._stream, *self._streams = (_stream(device) for _ in range(1 + STAGES))
         self.set_stages(stages)
         self._nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def set_stages(self, stages: int) -> None:
         """Have so many sets of staging memory from now on; nothing may be under way."""
         assert not self._flights, "chunks are on their way through the device"
         if stages != len(self._free):
             self._free.clear()
-            self._free += [Staging(self._arrays, self._chunk_bytes, self._device) for _ in range(stages)]
+            streams = self._streams[:stages]
+            self._free += [Staging(self._arrays, self._chunk_bytes, self._device, stream) for stream in streams]
 
     def work(self, chunks: UpdateQueue) -> None:
         """Take chunks until the queue is closed."""
@@ -290,8 +299,9 @@ class DeviceUpdates:
         if flight.staging is not None:
             flight.counts.add_nonfinite(int(flight.staging.found_array[0]))
             if self._adversary is not None:
-                for tensor in flight.staging.tensors():
-                    self._adversary.poison(tensor.view(torch.uint8))
+                with _on(flight.staging.stream):
+                    for tensor in flight.staging.tensors():
+                        self._adversary.poison(tensor.view(torch.uint8))
             self._free.append(flight.staging)
         flight.job.done.part_done()
 
@@ -302,12 +312,14 @@ class DeviceUpdates:
             self._flights.append(_Flight(job, counts, None, event))
         else:
             staging = self._free.pop()
-            event = self._streamed(job, chunk, counts, staging)
+            try:
+                event = self._streamed(job, chunk, counts, staging)
+            except BaseException:
+                if staging.stream is not None:
+                    staging.stream.synchronize()
+                self._free.append(staging)
+                raise
             self._flights.append(_Flight(job, counts, staging, event))
-
-    def next_stream(self, job: Job) -> torch.cuda.Stream | None:
-        """On which the next chunk would be updated, if it is one of `job`'s."""
-        return self._stream if job.slab.on_device else self._free[-1].stream
 
     def _in_place(self, job: Job, chunk: list[Run], counts: StepCounts) -> Mark:
         with _on(self._stream):
@@ -317,7 +329,7 @@ class DeviceUpdates:
                 else:
                     job.apply(run, job.part_bits(run), gradient_bits(job.gradient(run)), counts)
             event = mark(self._device, blocking=True)
-        job.read_by(self._stream, event)
+        job.read_by("device", event)
         return event
 
     def _streamed(self, job: Job, chunk: list[Run], counts: StepCounts, staging: Staging) -> Mark:
@@ -338,7 +350,7 @@ class DeviceUpdates:
                     job.apply(run, bits_of(place), gradient_bits(gradient), counts)
             # whoever waits for the read lets go of the gradients then, and nothing here may hold them longer
             del gradient
-            job.read_by(staging.stream, mark(self._device))
+            job.read_by(id(staging), mark(self._device))
             for place, part in zip(places, parts):
                 counts.state_bytes += 2 * _copy(part, place)
             staging.found_tensor.copy_(staging.nonfinite, non_blocking=True)
@@ -356,6 +368,10 @@ def _copy(target: Part, source: Part) -> int:
         pairs.append((target[1], source[1]))
     private.copy_all([to for to, _ in pairs], [origin for _, origin in pairs])
     return sum(to.nbytes for to, _ in pairs)
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:

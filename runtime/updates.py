@@ -160,7 +160,7 @@ class Job:
         self.small = deque(c for c in chunks if c[-1].offset + self._nbytes(c[-1]) < least)
         self.large = deque(c for c in chunks if c[-1].offset + self._nbytes(c[-1]) >= least)
         self.done, self.read = Countdown(len(chunks)), Countdown(len(chunks))
-        self.events: dict[torch.cuda.Stream | None, Mark] = {}
+        self.events: dict[str | int, Mark] = {}
         self.urgent = False
         self._earlier = slab.pending(names)
         slab.add_pending(names, self.done)
@@ -229,9 +229,9 @@ class Job:
         constants = self.constants[run.index]
         self.rule.update_cuda(*part, gradient, self.factor, constants, self._index(run), nonfinite)
 
-    def read_by(self, stream: torch.cuda.Stream | None, event: Mark) -> None:
-        """Note that one chunk's gradient has been read once `event` has passed, which is the last on `stream`."""
-        self.events[stream] = event
+    def read_by(self, reader: str | int, event: Mark) -> None:
+        """Note that one chunk's gradient has been read once `event` has passed: the last on the reader's stream."""
+        self.events[reader] = event
         self.read.part_done()
 
     def wait_read(self) -> None:

@@ -7,10 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from oomc import jit
+
 OWN = """
-from constants import FACTOR
-from oomc.jit import jit
+import sys
 import constants
+from constants import FACTOR
+
+sys.path.append(JIT)  # by itself: the package takes seconds to import
+from jit import jit
 
 def scaled(x):
     return FACTOR * x
@@ -20,8 +27,9 @@ print(scaled(3), sum(scaled.stats.cache_hits.values()))
 """
 
 
-def test_a_changed_constant_of_another_file_is_seen(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(OWN)
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_changed_constant_of_another_file_is_seen(tmp_path: Path, elsewhere: bool) -> None:
+    (tmp_path / "own.py").write_text(OWN.replace("JIT", repr(str(Path(jit.__file__).parent))))
     constants = tmp_path / "constants.py"
 
     def run(factor: int | None = None) -> list[str]:

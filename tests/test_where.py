@@ -26,6 +26,11 @@ RULES: dict[str, UpdateRule] = {
 }  # fmt: skip
 
 
+def bits(slabs: list[Slab]) -> list[torch.Tensor]:
+    """Copies of all that the slabs hold."""
+    return [t.cpu().clone() for s in slabs for t in (s.weights, s.lo, *s.state.values())]
+
+
 def train(rule: UpdateRule, device: torch.device, resident: bool = False, clip: bool = False, **options: Any) -> Any:
     """The state after 20 steps of two slabs, and the norms; decay, two groups, a learning rate that changes."""
     slabs: list[Slab] = []
@@ -52,8 +57,7 @@ def train(rule: UpdateRule, device: torch.device, resident: bool = False, clip: 
                 runtime.wait_gradients(ticket)
             runtime.synchronize()
             norms.append(runtime.end_step().grad_norm)
-        state = [t.cpu() for s in slabs for t in (s.weights, s.lo, *s.state.values())]
-        return norms, [t.clone() for t in state]
+        return norms, bits(slabs)
     finally:
         runtime.close()
 
@@ -157,3 +161,37 @@ def test_steps_on_cuda(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
                 step.close()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_who_updates_may_change_again_and_again(device: str) -> None:
+    """torch hands out a GPU's few streams in turn: what took new ones for each change would come to share them."""
+
+    def run(changes: bool) -> list[torch.Tensor]:
+        rule = AdamW()
+        slab = make_slab("block0", 0, pin=device == "cuda")
+        runtime = Runtime(
+            torch.device(device), [slab], [], rule, GROUP_OF, workers=8, chunk_elems=512, buffer_elems=256
+        )
+        sink = runtime._sink
+        assert sink is not None and sink.ring.count == 10
+        try:
+            for step in range(24):
+                if changes:
+                    sink.set_where("host" if step % 2 else "both")
+                runtime.begin_step([rule.hyper(group) for group in GROUPS])
+                grads = {name: grad.to(device) for name, grad in gradients(step, 0).items()}
+                mode: Any = "update" if step % 3 else "keep"
+                ticket = runtime.offload("block0", list(grads), list(grads.values()), mode)
+                if mode == "keep":
+                    runtime.apply_kept(Clipping(max_norm=10.0))
+                resting = len(sink.ring._resting)
+                runtime.wait_gradients(ticket)
+                runtime.synchronize()
+                # while they come from the device, and the device updates too; not where all wait for the norm
+                assert resting <= len(sink.ring._resting) == (4 if mode == "update" and sink.where == "both" else 0)
+            return bits([slab])
+        finally:
+            runtime.close()
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
