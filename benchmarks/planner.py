@@ -31,6 +31,8 @@ from oomc.passes.choose_residency import LARGE_CHUNKS, SMALL_CHUNKS
 from oomc.plan import Budget, Updates, format_bytes
 from oomc.planner import Cut, Planned, Planner, Request
 from oomc.program import Program
+from oomc.runtime.gradients import BUFFER_ELEMENTS, ring_buffers
+from oomc.runtime.updates import chunk_bytes_of
 from oomc.search import Search
 from oomc.simulate import Profiler
 
@@ -38,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.instances import ahead, all_plans, random_budgets, random_instance
 
 GIB = 1 << 30
-UPDATES = Updates(where="both", ring_bytes=2 * 16 * (8 << 20))
+UPDATES = Updates(where="both", ring_bytes=ring_buffers(16) * chunk_bytes_of(BUFFER_ELEMENTS))
 CELLS = ((1, 4096), (4, 4096), (16, 4096), (32, 4096))
 BUDGETS = {4096: ("8GiB", "24GiB"), 16384: ("10.5GiB", "24GiB"), 65536: ("24GiB", "40GiB"), 131072: ("40GiB", "80GiB")}
 
