@@ -22,6 +22,7 @@ from common import ADAMW, HostMeter, batches, build_model, device_peaks, save_gr
 
 import oomc
 from oomc.runtime.adamw import AdamW
+from oomc.tune import TIMED, WARM
 
 COMPARED = 5
 
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--host-budget", default=None)
     parser.add_argument("--backend", choices=["eager", "inductor"], default="eager")
     parser.add_argument("--chunk-tokens", type=int, default=None, help="in each chunk; by default as many as fit")
+    parser.add_argument("--tune", type=int, default=0, help="try so many plans first, in steps that are not timed")
     parser.add_argument("--clip", type=float, default=None, metavar="NORM", help="clip the gradient's global norm")
     parser.add_argument("--updates", choices=["host", "device"], default=None, help="who updates")
     parser.add_argument(
@@ -75,7 +77,7 @@ def main() -> None:
     step = oomc.compile(
         model, oomc.Budget(args.device_budget, args.host_budget), optimizer=optimizer, example=batch, device=device,
         backend=args.backend, max_grad_norm=args.clip, chunk_tokens=args.chunk_tokens,
-        updates=args.updates,
+        updates=args.updates, tune=args.tune,
     )  # fmt: skip
     compiled = time.perf_counter()
     if args.save_grads:
@@ -86,6 +88,7 @@ def main() -> None:
         print(json.dumps({"engine": "oomc", "layers": args.layers, "losses": [float(loss)], "gradients_saved": saved}))
         return
 
+    args.warmup += args.tune * (WARM + TIMED)
     losses, times = [], []
     with meter:
         for index in range(args.warmup + args.steps):
