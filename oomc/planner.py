@@ -40,8 +40,8 @@ LARGE = 2048
 """Tokens of a chunk from which on products lose little."""
 NEAR = 0.98
 """The share of the smallest budget that is named at which nothing is found any more."""
-SAFER = 0.005
-"""The share by which a step may be longer that runs within an allocator's limit of just the budget."""
+UNMAPPING = 0.005
+"""The share by which a step is taken to be longer where the allocator's limit is less than all that it asks for."""
 UNUSED = 0.02
 """The share of the device that may be set aside for an allocator and not be used, before plans are sought again."""
 WORTH = 1 / 8
@@ -365,13 +365,7 @@ class Planner:
         within = [each for each in fit if _on_host(each, request)]
         if not within:
             return min(fit, key=lambda each: each.host)
-
-        def score(each: Checked) -> float:
-            # what the allocator asks for at once may go beyond the budget on its way; others are safer
-            beyond = request.allowed is not None and each.limit > request.allowed
-            return each.seconds * (1 + SAFER * beyond)
-
-        return min(within, key=score)
+        return min(within, key=lambda each: expected_seconds(each, request.allowed))
 
     def _may_gain(self, best: Checked, request: Request) -> bool:
         """Whether another cut might be faster: this one is held back by memory."""
@@ -420,7 +414,8 @@ class Planner:
         def rivals(count: int) -> list[Planned]:
             return [self._planned(cuts, request, each, tilings) for each in self._rivals(cuts, request, best, count)]
 
-        return Planned(source.program, program, projection, best.seconds, explain, rivals)
+        seconds = expected_seconds(best, request.allowed)
+        return Planned(source.program, program, projection, seconds, explain, rivals)
 
     def _rivals(self, cuts: Sequence[Cut], request: Request, best: Checked, count: int) -> list[Checked]:
         """Other plans that fit both budgets and are simulated to take little longer than the best one."""
@@ -476,6 +471,13 @@ class Planner:
 def _on_host(each: Checked, request: Request) -> bool:
     """Whether a plan is within the host's budget."""
     return request.host is None or each.host <= request.host
+
+
+def expected_seconds(each: Checked, allowed: int | None) -> float:
+    """Seconds of a step: a little longer where the allocator must give memory back and take it again on its way, which
+    is a risk too."""
+    unmaps = allowed is not None and each.limit > allowed
+    return each.seconds * (1 + UNMAPPING * unmaps)
 
 
 def _enough(group: Sequence[Boundary], nbytes: int) -> int:
