@@ -11,10 +11,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch import fx
 
 from oomc import steps
-from oomc.allocator import Allocator, Block
+from oomc.allocator import CARRY, GIVE, RETIRE, TAKE, Allocator, rounded
 from oomc.program import Program
 from oomc.simulate import Profile, Profiler, Projection, Walk
 
@@ -41,49 +42,44 @@ class Replay:
     def __init__(self, walk: Walk) -> None:
         self.walk, self.allocator = walk, Allocator()
         self._dead = walk.last_uses()
-        self._live: dict[Any, Block] = {}
-        self._holders: dict[Any, int] = {}
         self._slab_of = {
             storage: str(node.args[1])
             for node in walk.graph.nodes if node.target is steps.offload and node.args[1] in walk.carried
             for grad in node.args[3] for storage in walk.storages.get(grad, ())
         }  # fmt: skip
-        self._carried: dict[str, list[Block]] = {}
+        self._events: list[tuple[int, int]] = []
+        self._sizes: list[int] = []
+        self._live: dict[Any, int] = {}  # numbers of blocks
+        self._carried: dict[str, list[int]] = {}
         for nbytes in filter(None, (BLAS, *walk.pieces())):
             self.allocator.take(nbytes)
 
     def run(self) -> Allocator:
         """Steps until they repeat themselves; the allocator after them."""
-        seen: set[Any] = set()
-        while len(seen) < STEPS and self._state() not in seen:
-            seen.add(self._state())
-            self._step()
+        self._step()
+        events, sizes = np.array(self._events, np.int64).reshape(-1, 2), np.array(self._sizes, np.int64)
+        self.allocator.replay(events, sizes, STEPS)
         return self.allocator
 
-    def _state(self) -> Any:
-        """All that the next step's addresses depend on: what is free, and which gradients lie where."""
-        pools = self.allocator.small, self.allocator.large
-        carried = [(slab, *(address for _, address, _ in blocks)) for slab, blocks in self._carried.items()]
-        return (*((pool.end, *pool.free) for pool in pools), *carried)
-
     def _step(self) -> None:
+        """Note what a step takes and gives."""
+        holders: dict[Any, int] = {}
+        retired: list[tuple[int, str]] = []
         for node in self.walk.graph.nodes:
-            self._node(node)
-        for block in self._live.values():
-            self.allocator.give(block)
-        self._live.clear()
-        self._holders.clear()
+            if node.target is steps.retire_carried:
+                retired.append((len(self._events), str(node.args[1])))
+            self._node(node, holders)
+        self._events += [(GIVE, number) for number in self._live.values()]
+        for place, slab in reversed(retired):  # what the step before has left; it took the same blocks
+            self._events[place:place] = [(RETIRE, number) for number in self._carried.get(slab, ())]
 
-    def _node(self, node: fx.Node) -> None:
-        walk, holders = self.walk, self._holders
-        if node.target is steps.retire_carried:
-            for block in self._carried.pop(str(node.args[1]), ()):
-                self.allocator.give(block)
+    def _node(self, node: fx.Node, holders: dict[Any, int]) -> None:
+        walk = self.walk
         storages = walk.storages.get(node, ())
         if node in walk.profiles:
             self._form(node, walk.profiles[node])
         elif storages == (node,):
-            self._live[node] = self.allocator.take(walk.bytes[node])
+            self._live[node] = self._take(walk.bytes[node])
         for storage in storages:
             holders[storage] = holders.get(storage, 0) + 1
         for dead in self._dead.get(node, ()):
@@ -92,26 +88,31 @@ class Replay:
                 if holders[storage] == 0 and storage in self._live:
                     self._die(storage)
 
+    def _take(self, nbytes: int) -> int:
+        number = len(self._sizes)
+        self._sizes.append(rounded(nbytes))
+        self._events.append((TAKE, number))
+        return number
+
     def _die(self, storage: Any) -> None:
-        block = self._live.pop(storage)
+        number = self._live.pop(storage)
         if storage in self._slab_of:
-            self._carried.setdefault(self._slab_of[storage], []).append(block)
+            self._carried.setdefault(self._slab_of[storage], []).append(number)
+            self._events.append((CARRY, number))
         else:
-            self.allocator.give(block)
+            self._events.append((GIVE, number))
 
     def _form(self, node: fx.Node, profile: Profile) -> None:
-        take, give = self.allocator.take, self.allocator.give
-        own: dict[int, Block] = {}
+        own: dict[int, int] = {}
         for number, nbytes in profile.log:
             if nbytes:
-                own[number] = take(nbytes)
+                own[number] = self._take(nbytes)
             elif number in own:
-                give(own.pop(number))
+                self._events.append((GIVE, own.pop(number)))
         for place, number in enumerate(profile.numbers):
             if number in own:
                 self._live[node, place] = own.pop(number)
-        for block in own.values():
-            give(block)
+        self._events += [(GIVE, block) for block in own.values()]
 
 
 def project_reserved(program: Program, profiler: Profiler) -> Projection:
