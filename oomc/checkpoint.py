@@ -98,7 +98,7 @@ class Checkpoints:
                 self._running = save
                 save.start()
         except BaseException as error:
-            if self._running is not None and not self._running.done:
+            if self._running is not None and self._running.begun:
                 raise  # interrupted, but it is being written
             self._running = None
             for shard in shards:

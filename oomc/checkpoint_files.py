@@ -74,12 +74,17 @@ class Draft:
         sync(self.target.parent)
         if old is not None:
             delete(old)
-        os.close(self._lock)
+        self._unlock()
 
     def discard(self) -> None:
         """Delete what has been written."""
         delete(self.path)
-        os.close(self._lock)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        lock, self._lock = self._lock, -1
+        if lock >= 0:  # else its number may be another file's by now
+            os.close(lock)
 
 
 def foreign_entries(target: Path) -> list[str]:

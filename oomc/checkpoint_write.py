@@ -145,40 +145,49 @@ class Save:
 
     Attributes:
         reported: whether `wait` has returned or raised.
+        begun: a thread writes it, or is about to; then the draft is that thread's.
     """
 
     def __init__(self, draft: Draft, files: Files, manifest: Manifest, shards: Sequence[Shard]) -> None:
         self._draft, self._files, self._manifest, self._shards = draft, files, manifest, shards
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        self.reported = False
+        self._ended = threading.Event()
+        self.reported = self.begun = False
         for shard in shards:
             shard.hold()
 
     def start(self) -> None:
         """Write it in a thread."""
         # not a daemon: a program that ends does so when its last checkpoint is there
-        self._thread = threading.Thread(target=self.run, name="oomc-checkpoint")
-        self._thread.start()
+        thread = threading.Thread(target=self.run, name="oomc-checkpoint")
+        self.begun = True
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no thread left
+            self.begun = False
+            raise
 
     def run(self) -> None:
         """Write it; an error waits for `wait`."""
-        self._error = attempt(self._write)
-        for shard in self._shards:
-            shard.release()
-        self._shards = ()
-        if self._error is not None:
-            self._draft.discard()
+        try:
+            self._error = attempt(self._write)
+            for shard in self._shards:
+                shard.release()
+            self._shards = ()
+            if self._error is not None:
+                self._draft.discard()
+        finally:
+            self._ended.set()
 
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._thread is None or not self._thread.is_alive()
+        return not self.begun or self._ended.is_set()
 
     def wait(self) -> None:
         """Block until it has ended; CheckpointError if it failed."""
-        if self._thread is not None:
-            self._thread.join()
+        if self.begun:  # not by joining the thread, which an interrupt may have kept from saying that it has started
+            self._ended.wait()
         self.reported = True
         if isinstance(self._error, Exception):
             raise failed(self._draft.target, self._error) from self._error

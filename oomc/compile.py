@@ -120,6 +120,11 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
         raise ValueError(f"expert_groups={expert_groups}: the experts of a layer are at least one group")
     if tune is not None and tune < 0:
         raise ValueError(f"tune={tune}: it is a number of plans, or 0 for none but the planned one")
+    if backend == "inductor" and chosen.type == "cpu":
+        raise UnsupportedError(
+            "backend='inductor' compiles for a GPU; the CPU stand-in meters each operator, and compiled worksets show "
+            "none. Leave it out there"
+        )
     if tune is None:
         tune = TUNED if chosen.type == "cuda" else 0
     options = Options(

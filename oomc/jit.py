@@ -24,18 +24,24 @@ def jit(function: Callable[..., Any], *others: str, **options: Any) -> Callable[
         compiled = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # numba found no folder that it could write its cache to
         return numba.njit(**options)(function)
-    _forget_stale(compiled.stats.cache_path, Path(inspect.getfile(function)).stem, *others)
+    if others and hasattr(compiled, "stats"):  # with NUMBA_DISABLE_JIT it is the function itself
+        _forget_stale(compiled.stats.cache_path, Path(inspect.getfile(function)).stem, *others)
     return compiled
 
 
 @cache
 def _forget_stale(folder: str, own: str, *others: str) -> None:
-    """Drop what was compiled of file `own` before one of the others changed: numba looks at a function's own file only.
+    """Drop what was compiled of file `own` with others than there are now: numba looks at a function's own file only.
 
-    That is early enough, since numba reads it at the first call.
+    What they were is noted beside it. That is early enough, since numba reads the compiled functions at the first call.
     """
-    newest = max((Path(file).stat().st_mtime for file in others if Path(file).exists()), default=0.0)
-    for index in Path(folder).glob(f"{own}.*.nbi"):
-        with suppress(OSError):  # another process has dropped it
-            if index.stat().st_mtime < newest:
-                index.unlink()
+    stats = [(file, Path(file).stat()) for file in others if Path(file).exists()]
+    now = "\n".join(f"{file} {stat.st_mtime_ns} {stat.st_size}" for file, stat in stats)
+    note = Path(folder) / f"{own}.others"
+    with suppress(OSError):  # another process may be doing the same
+        if note.exists() and note.read_text() == now:
+            return
+        for index in Path(folder).glob(f"{own}.*.nbi"):
+            index.unlink(missing_ok=True)
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(now)

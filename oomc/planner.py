@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, get_args
 
 from oomc import pipeline, timeline
 from oomc.cost import Costs
@@ -29,6 +29,7 @@ from oomc.program import Program
 from oomc.quick import Decisions, Instance
 from oomc.regenerate import CHAINS, Boundary, boundaries, groups, with_regenerated
 from oomc.replay import project_reserved
+from oomc.runtime.updates import Where
 from oomc.search import Beyond, Found, Search, frugal
 from oomc.simulate import Profiler, Projection, project
 
@@ -522,8 +523,11 @@ def _why_not_for(plan: Plan, source: Source, request: Request) -> str:
     absent = set(plan.resident) - {slab.name for slab in program.slabs if not slab.whole}
     if absent:
         return f"there is no slab {', '.join(sorted(absent))} that may live on the device"
-    if plan.where != request.updates.where and (request.updates.where != "both" or plan.where == "device"):
-        return f"the step does not update on the {plan.where}"
+    if plan.where not in get_args(Where):
+        return f"who updates is {plan.where!r}, and not one of {', '.join(get_args(Where))}"
+    # where both may, the host alone may too; where only the device is asked for, the host does it if that does not fit
+    if plan.where not in (request.updates.where, "host"):
+        return f"the step was not compiled for updates by {plan.where}"
     if plan.prefetch < 0 or plan.hold < 0:
         return "what is prefetched or held is below nothing"
     return ""

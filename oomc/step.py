@@ -123,6 +123,7 @@ class Step:
         """Trace, plan and compile for a batch like this one, and take the memory; a call does this when it must."""
         self._refuse_broken()
         batch = Batch.bind(self.model, args, kwargs)
+        self._take_edits()  # slabs may move, and parameters with them
         return self._prepare(batch, accumulate=False)
 
     def _prepare(self, batch: Batch, accumulate: bool) -> Scheduled:
@@ -375,7 +376,9 @@ class Step:
         runtime, program = self._runtime, scheduled.program
         assert runtime is not None and program.step is not None and program.plan is not None
         device = self._options.device
-        inputs = [t.to(device, non_blocking=True) for t in batch.tensors.values()]
+        # on the stand-in too they are the step's own: what the user keeps is not on the device
+        own = device.type == "cpu"
+        inputs = [t.to(device, non_blocking=True, copy=own) for t in batch.tensors.values()]
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         meter: AbstractContextManager[Any] = self._meter or nullcontext()
@@ -395,6 +398,7 @@ class Step:
                 loss = (recorder or program.step)(runtime, *inputs)
                 counts = runtime.end_step()
                 last: dict[str, Any] = {"tokens": tokens, "step_s": time.perf_counter() - begun, "counts": counts,
+                        "decides": program.plan.keep, "counts_labels": program.count is not None,
                         "device_peak": max([self._device_peak(), *peaks])}  # fmt: skip
                 loss.backward = _already_done
                 self._loss, self._last = loss, last
@@ -682,14 +686,22 @@ class Step:
                 self._runtime.synchronize()
                 self._check_counts(final=True)
         finally:
-            self._runtime.close()
-            if self._attachment is not None:
-                self._attachment.remove()
-            for parameter in self.model.parameters():
-                if parameter in _OWNERS and _OWNERS[parameter]() is self:
-                    del _OWNERS[parameter]
-            lift_limit(self._options.device)
-            empty_cache(self._options.device)
+            try:
+                self._runtime.close()
+            finally:  # after an interrupt too, the model can be compiled again
+                if self._attachment is not None:
+                    self._attachment.remove()
+                for parameter in self.model.parameters():
+                    if parameter in _OWNERS and _OWNERS[parameter]() is self:
+                        del _OWNERS[parameter]
+                lift_limit(self._options.device)
+                empty_cache(self._options.device)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a step cannot be copied or pickled: it holds threads, pinned memory and the one copy of the optimizer's "
+            "state; step.save(directory) writes that, and load() of another step of the same model reads it"
+        )
 
     # -- looking --------------------------------------------------------------------------------------------------
 
@@ -711,9 +723,9 @@ class Step:
             return {"steps": 0, "traces": len(traces)}
         counts, seconds = self._last["counts"], self._last["step_s"]
         updated: StepCounts = self._last.get("update", counts)
-        if updated is not counts or self.plan.keep:
+        if updated is not counts or self._last["decides"]:
             updated.decided.wait()
-        if self._current.program.count is not None:
+        if self._last["counts_labels"]:
             counts.counted.wait()
         self._check_counts()
         return {

@@ -12,6 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -469,3 +470,110 @@ def test_another_mode_than_when_it_was_compiled_is_said(training: bool) -> None:
     model.train(not training)
     with pytest.warns(UserWarning, match=f"goes on {'with' if training else 'without'} dropout"):
         step(**batch)
+
+
+def test_metrics_of_a_micro_batch_wait_for_no_norm() -> None:
+    """Whatever plan is the current one by then: a micro-batch decides nothing."""
+    step = compiled(Net(), batch(), max_grad_norm=0.05)
+    step.forward_backward(**batch())
+    step.prepare(**batch())
+    found: list[Any] = []
+    reader = threading.Thread(target=lambda: found.append(step.metrics), daemon=True)
+    reader.start()
+    reader.join(30)
+    assert found and found[0]["grad_norm"] is None
+    step.update()
+    assert step.metrics["grad_norm"] > 0
+
+
+def test_what_was_written_to_parameters_survives_when_slabs_move() -> None:
+    model = Net()
+    step = compiled(model, batch(), device="1GiB")
+    step(**batch())
+    step.synchronize()
+    assert step.plan.resident
+    step.use_plan(replace(step.plan, resident=()), **batch())
+    weight = model.head.weight
+    weight.data = torch.ones_like(weight)
+    step.prepare(**batch())
+    assert not step.plan.resident
+    assert torch.equal(model.head.weight, torch.ones_like(weight))
+    assert torch.equal(masters(step)["head.weight"], torch.ones_like(weight))
+
+
+def test_a_model_whose_step_was_closed_half_way_can_be_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    step = compiled(model, batch())
+    step(**batch())
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(GradientSink, "close", interrupted)
+        step.close()
+    float(compiled(model, batch())(**batch()))
+
+
+def test_an_interrupt_while_a_save_starts_leaves_the_save_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may come while `Thread.start` waits for the thread, which writes by then."""
+    step = make()
+    write, wait = Files.write_tensors, threading.Event.wait
+
+    def slowly(self: Files, *args: Any) -> None:
+        time.sleep(0.2)
+        write(self, *args)
+
+    monkeypatch.setattr(Files, "write_tensors", slowly)
+
+    def interrupted(self: Any, timeout: float | None = None) -> bool:
+        frame = inspect.currentframe()
+        caller = None if frame is None else frame.f_back
+        if caller is not None and caller.f_code.co_name == "start" and "checkpoint" in caller.f_locals["self"].name:
+            raise KeyboardInterrupt
+        return wait(self, timeout)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(threading.Event, "wait", interrupted)
+        step.save(tmp_path / "saved", asynchronous=True)
+    with open(__file__) as other:  # takes the next number of a file
+        step.synchronize()
+        step.save(tmp_path / "next")  # waits for the first
+        assert other.read(1)
+    assert {path.name for path in tmp_path.iterdir()} == {"saved", "next"}
+    make().load(tmp_path / "saved")
+
+
+def test_a_plan_of_the_steps_own_is_accepted_where_the_device_could_not_update() -> None:
+    with pytest.raises(oomc.BudgetError) as error:
+        compiled(Net(), batch(), device="1KiB", updates="device")
+    assert error.value.smallest_device is not None
+    step = compiled(Net(), batch(), device=int(1.3 * error.value.smallest_device), updates="device")
+    assert step.plan.where == "host"
+    step.use_plan(step.plan, **batch())
+    step(**batch())
+    with pytest.raises(ValueError, match="'nowhere'"):
+        step.use_plan(replace(step.plan, where="nowhere"), **batch())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_step_is_not_copied(way: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=r"step\.save"):
+        way(make())
+
+
+def test_batches_that_the_user_keeps_are_not_on_the_device() -> None:
+    step = make()
+    kept = [batch() for _ in range(6)]
+    peaks = []
+    for each in kept:
+        step(**each)
+        peaks.append(step.metrics["device_peak"])
+    assert max(peaks) <= step.projected and peaks[-1] == peaks[2]
+
+
+def test_inductor_is_refused_on_the_stand_in() -> None:
+    with pytest.raises(oomc.UnsupportedError, match="stand-in"):
+        compiled(Net(), batch(), backend="inductor")

@@ -162,7 +162,8 @@ def test_a_plan_that_does_not_suit_is_refused_before_anything_changes(
         ({"chunks": {workset: (0, 1)}}, "does not run in chunks of"),
         ({"prefetch": -1}, "below nothing"),
         ({"residency": dict.fromkeys(plan.residency, "banana")}, "is 'banana'"),
-        ({"where": "device"}, "does not update on the device"),
+        ({"where": "device"}, "not compiled for updates by device"),
+        ({"where": "nowhere"}, "who updates is 'nowhere'"),
     ):
         with pytest.raises(ValueError, match=reason):
             step.use_plan(replace(plan, **change), **BATCH)
