@@ -46,7 +46,7 @@ class Setup:
 SETUPS = {
     # 27 M parameters
     "cpu": Setup(torch.float32, 256, 8, 16, 2, 256, batch=6, seq=256, steps=32, lr=1e-3, budget=96 * MiB),
-    # 660 M parameters; the budget includes what CUDA itself takes, about half a GiB
+    # 643 M parameters; the budget includes what CUDA itself takes, about half a GiB
     "cuda": Setup(torch.bfloat16, 1024, 12, 32, 4, 512, batch=16, seq=512, steps=60, lr=3e-4, budget=3072 * MiB),
 }
 

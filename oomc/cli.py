@@ -1,4 +1,4 @@
-"""The command line: `oomc train`, `oomc report` and `oomc calibrate`."""
+"""The command line: `oomc train`, `oomc plan`, `oomc report` and `oomc calibrate`."""
 
 from __future__ import annotations
 

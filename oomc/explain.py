@@ -36,8 +36,8 @@ class Explanation:
     blocks: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        lines = [f"one more GiB of device memory would save {1000 * self.device_gib:.1f} ms a step, "
-                 f"of host memory {1000 * self.host_gib:.1f} ms"]  # fmt: skip
+        saved = f"{1000 * self.device_gib:.1f} ms a step, of host memory {1000 * self.host_gib:.1f} ms"
+        lines = [f"by the quick estimate one more GiB of device memory would save {saved}"]
         if self.reason:
             lines.append(self.reason)
         groups: list[tuple[str, str, str]] = []

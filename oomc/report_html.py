@@ -182,10 +182,8 @@ def _why(data: dict[str, Any]) -> str:
     why = data.get("why")
     if why is None:
         return ""
-    more = (
-        f"one more GiB of device memory would save {seconds(why['device_gib_saves_s'])} a step, of host memory "
-        f"{seconds(why['host_gib_saves_s'])}"
-    )
+    saved = f"{seconds(why['device_gib_saves_s'])} a step, of host memory {seconds(why['host_gib_saves_s'])}"
+    more = f"by the quick estimate one more GiB of device memory would save {saved}"
     rows = [(escape(block), escape(text)) for block, text in why["blocks"]]
     return f"<h3>why</h3><p>{more}</p><p>{escape(why['reason'])}</p>{table(('block', 'because'), rows)}"
 
