@@ -41,6 +41,8 @@ SIZE, ADDRESS = 0, 1
 """Rows of a pool's free blocks [2, capacity], in order of size and then of address."""
 PAGE, END, COUNT = 0, 1, 2
 """A pool's numbers: bytes in which it grows, bytes that are mapped, and how many free blocks there are."""
+LIMIT, MOST_SMALL = 0, 1
+"""The allocator's numbers: its limit so far, and the largest allocation of the pool for small ones."""
 TAKE, GIVE, CARRY, RETIRE = 0, 1, 2, 3
 """Events of a step: a block is taken, is freed, dies but stays into the next step, or is freed that an earlier one
 left."""
@@ -127,20 +129,21 @@ def _give(free: Array, pool: Array, address: int, size: int) -> None:
 
 
 @njit
-def _counted(size: int) -> int:
+def _counted(pools: Array, which: int, size: int) -> int:
     """Bytes of an allocation in the comparison with the limit: what a segment of its own would have."""
-    if size <= SMALL:
-        return SMALL_PAGE
-    return LARGE_PAGE if size < LARGE_PAGE // 2 else -(-size // SMALL_PAGE) * SMALL_PAGE
+    small_page, large_page = pools[0, PAGE], pools[1, PAGE]
+    if which == 0:
+        return int(small_page)
+    return int(large_page) if size < large_page // 2 else int(-(-size // small_page) * small_page)
 
 
 @njit
-def _allocate(free: Array, pools: Array, limit: Array, size: int) -> int:
+def _allocate(free: Array, pools: Array, numbers: Array, size: int) -> int:
     """The address of a new block of `size` bytes, a multiple of the granule, in its pool."""
-    which = 0 if size <= SMALL else 1
+    which = 0 if size <= numbers[MOST_SMALL] else 1
     address = _take(free[which], pools[which], size)
     if address < 0:
-        limit[0] = max(limit[0], pools[0, END] + pools[1, END] + _counted(size))
+        numbers[LIMIT] = max(numbers[LIMIT], pools[0, END] + pools[1, END] + _counted(pools, which, size))
         address = _grow(free[which], pools[which], size)
     return int(address)
 
@@ -172,7 +175,7 @@ def _equal(a: Array, b: Array, count: int) -> bool:
 
 
 @njit
-def _replay(events: Array, blocks: Array, free: Array, pools: Array, limit: Array, states: Array) -> int:
+def _replay(events: Array, blocks: Array, free: Array, pools: Array, numbers: Array, states: Array) -> int:
     """See `Allocator.replay`; blocks [3, n]: of each, its size, where it lies and where the step before has left it."""
     most = states.shape[0] - 1
     for step in range(most):
@@ -183,9 +186,9 @@ def _replay(events: Array, blocks: Array, free: Array, pools: Array, limit: Arra
         for i in range(events.shape[0]):
             kind, number = events[i, 0], events[i, 1]
             size = blocks[0, number]
-            which = 0 if size <= SMALL else 1
+            which = 0 if size <= numbers[MOST_SMALL] else 1
             if kind == TAKE:
-                blocks[1, number] = _allocate(free, pools, limit, size)
+                blocks[1, number] = _allocate(free, pools, numbers, size)
             elif kind == GIVE:
                 _give(free[which], pools[which], blocks[1, number], size)
             elif kind == CARRY:
@@ -230,7 +233,8 @@ class Allocator:
         self.small, self.large = Pool(self, 0), Pool(self, 1)
         self.pools: Array = np.array([[SMALL_PAGE, 0, 0], [LARGE_PAGE, 0, 0]], np.int64)
         self.blocks: Array = np.zeros((2, 2, 64), np.int64)
-        self._limit: Array = np.zeros(1, np.int64)
+        # sizes are read here and not compiled in, where what is kept on disk would keep them
+        self._numbers: Array = np.array([0, SMALL], np.int64)
 
     def _make_room(self, more: int) -> None:
         """A call adds at most one free block."""
@@ -244,8 +248,8 @@ class Allocator:
         """Allocate."""
         self._make_room(1)
         size = rounded(nbytes)
-        address = _allocate(self.blocks, self.pools, self._limit, size)
-        return self.small if size <= SMALL else self.large, address, size
+        address = _allocate(self.blocks, self.pools, self._numbers, size)
+        return self.small if size <= self._numbers[MOST_SMALL] else self.large, address, size
 
     def give(self, block: Block) -> None:
         """Free."""
@@ -266,7 +270,7 @@ class Allocator:
         blocks = np.full((3, len(sizes)), -1, np.int64)
         blocks[0] = sizes
         states = np.empty((most + 1, self.pools.size + self.blocks.size + len(sizes)), np.int64)
-        return int(_replay(events, blocks, self.blocks, self.pools, self._limit, states))
+        return int(_replay(events, blocks, self.blocks, self.pools, self._numbers, states))
 
     @property
     def limit(self) -> int:
@@ -275,7 +279,7 @@ class Allocator:
         It is more than is reserved: before the allocator grows, it adds the whole allocation to what is reserved,
         whatever is free at the end, and compares that.
         """
-        return int(self._limit[0])
+        return int(self._numbers[LIMIT])
 
     @property
     def reserved(self) -> int:
