@@ -35,8 +35,6 @@ LEAST_GROUP = 64 << 20
 """Weight bytes of a layer in each group of its experts: smaller copies are slower, and products of fewer rows too."""
 MOST_GROUPS = 64
 """Most groups that are tried: every one is a block that a plan decides about."""
-NEARLY = 0.9
-"""The share of a budget which is known to work that may be enough after all."""
 WORTHWHILE = 0.98
 """The share of a step's time that it may take with twice as many groups to be worth them."""
 
@@ -204,22 +202,21 @@ class Compiler:
         if most == 1:
             return attempt()
         found: tuple[Trace, Scheduled] | None = None
-        refused: list[tuple[int, Trace]] = []
+        refused: list[BudgetError] = []
         groups = 1
         try:
             while groups <= most and (tried := trace if groups == 1 else self._in_groups(trace, groups)):
                 self.traces[key], enough = tried, 2 * groups
-                tried.planner.exact = False
                 try:
                     scheduled = attempt()
                 except BudgetError as error:
                     if error.smallest_device is None:
                         raise
-                    refused.append((error.smallest_device, tried))
+                    refused.append(error.with_traceback(None))  # whose frames would hold the step until it is collected
                     if found is not None:
                         break
                     # twice as many groups take half at best; the most are tried in any case, to name what works
-                    while enough < most and NEARLY * error.smallest_device * groups / enough > self.device_budget():
+                    while enough < most and error.smallest_device * groups / enough > self.device_budget():
                         enough *= 2
                 else:
                     if found is not None and scheduled.seconds > WORTHWHILE * found[1].seconds:
@@ -227,14 +224,11 @@ class Compiler:
                     found = tried, scheduled
                     if _overlaps(scheduled):
                         break
-                finally:
-                    tried.planner.exact = True
                 groups = enough
-            if found is None:  # name the smallest budget that works
-                _, self.traces[key] = min(refused, key=lambda each: each[0])
-                found = self.traces[key], attempt()
         finally:
             self.traces[key] = trace if found is None else found[0]
+        if found is None:
+            raise min(refused, key=lambda error: error.smallest_device or 0)
         return found[1]
 
     def capture(self, batch: Batch, observe: Observer | None = None) -> Program:

@@ -149,15 +149,10 @@ class Learned(dict[tuple[Any, int], int]):
 
 @dataclass
 class Planner:
-    """Plans for the programs of one trace; see the module's docstring.
-
-    Attributes:
-        exact: where nothing fits, seek the smallest budget that works; else name one that does, which takes less long.
-    """
+    """Plans for the programs of one trace; see the module's docstring."""
 
     machine: Machine
     backend: str = "eager"
-    exact: bool = True
     _sources: dict[int, Source | None] = field(default_factory=dict)
     _instances: dict[Any, Instance] = field(default_factory=dict)
     _checked: dict[Any, list[Checked]] = field(default_factory=dict)
@@ -391,10 +386,8 @@ class Planner:
         least = min(found, key=lambda each: each.peak)
         assert request.allowed is not None
         # what the search finds below that counts too, or a smaller budget than the one that is named would work
-        while (
-            least.peak > request.allowed
-            and self.exact
-            and (lower := self._find(cuts, replace(request, allowed=int(NEAR * least.peak)), known))
+        while least.peak > request.allowed and (
+            lower := self._find(cuts, replace(request, allowed=int(NEAR * least.peak)), known)
         ):
             least = lower
         if least.peak <= request.allowed:
