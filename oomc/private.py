@@ -32,6 +32,7 @@ __all__ = [
     "enable_python_dispatcher",
     "expression",
     "fake_mode",
+    "in_a_mode",
     "is_constraint",
     "is_data_dependent",
     "lazy_module",
@@ -60,6 +61,11 @@ def below_autograd() -> AbstractContextManager[None]:
     """
     guard: AbstractContextManager[None] = torch._C._AutoDispatchBelowAutograd()
     return guard
+
+
+def in_a_mode() -> bool:
+    """Whether this thread runs under a mode that sees its operators: it traces, or a default device is set."""
+    return torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

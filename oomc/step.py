@@ -114,7 +114,7 @@ class Step:
         self._guard = DeviceGuard(self._compiler)
         self._alone = threading.RLock()
         self._call: Callable[[], _Call | None] = lambda: None
-        self._broken = self._closed = self._warned = self._recording = False
+        self._broken = self._closed = self._ended = self._warned = self._recording = False
 
     # -- compiling ------------------------------------------------------------------------------------------------
 
@@ -676,18 +676,23 @@ class Step:
 
     @_alone("close()")
     def close(self) -> None:
-        """Finish updates, and give the device memory, the threads and the optimizer state back."""
+        """Finish updates, and give the device memory, the threads and the optimizer state back.
+
+        Once is enough; after an interrupt, a second call gives back what the first one has not.
+        """
         closed, self._closed = self._closed, True
-        if self._runtime is None or closed:
+        if self._runtime is None or self._ended:
             return
         try:
-            self._checkpoints.settle()
-            if not self._broken:
-                self._runtime.synchronize()
-                self._check_counts(final=True)
+            if not closed:
+                self._checkpoints.settle()
+                if not self._broken:
+                    self._runtime.synchronize()
+                    self._check_counts(final=True)
         finally:
             try:
                 self._runtime.close()
+                self._ended = True
             finally:  # after an interrupt too, the model can be compiled again
                 if self._attachment is not None:
                     self._attachment.remove()
@@ -847,12 +852,22 @@ class Step:
 
 
 def _close(runtime: StepRuntime) -> None:
-    """Close it, whatever thread the garbage collector happens to run in."""
+    """Close it, whatever thread the garbage collector happens to run in, and in the middle of what.
+
+    The thread may be one that closing waits for, or one that is tracing: then the few tensors that closing makes would
+    be traced, or fake.
+    """
     lift_limit(runtime.device)
-    if is_worker():
-        threading.Thread(target=runtime.close, name="close-oomc").start()
-    else:
+    if not is_worker() and not private.in_a_mode():
         runtime.close()
+        return
+    closing = threading.Thread(target=runtime.close, name="close-oomc")
+    try:
+        closing.start()
+    except RuntimeError:  # Python is ending, and takes everything with it
+        return
+    if not is_worker():
+        closing.join()
 
 
 def _refuse_optimizer_step(*_: Any, **__: Any) -> None:

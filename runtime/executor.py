@@ -262,10 +262,8 @@ class Runtime:
         """Finish what is under way, end the threads and give all memory back; errors of unfinished work are dropped.
 
         Parameters that alias a slab keep its weights, as pageable memory; masters and optimizer state are gone, but
-        not without `with_slabs`.
+        not without `with_slabs`. What an interrupt has left is closed when this is called again.
         """
-        if self._closed:
-            return
         self._closed = True
         self._h2d.close()
         self._d2h.close()

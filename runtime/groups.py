@@ -56,11 +56,6 @@ class GroupedSlab(HostSlab):
         kept = [gradient for gradient in of_parts if gradient is not None]
         return torch.cat(kept) if kept else None
 
-    def close(self) -> None:
-        """Give the memory back, once."""
-        if self._memory:
-            super().close()
-
 
 class SlabGroup(Slab):
     """A part of a grouped slab.
@@ -171,9 +166,10 @@ class SlabGroup(Slab):
         return self._gradients.tensor(dtype, (elements,))
 
     def _free(self, name: str) -> None:
-        assert name == "gradients" and self._gradients is not None
-        self._gradients.close()
-        self._gradients = None
+        assert name == "gradients", f"{name} belongs to the whole"
+        if self._gradients is not None:
+            self._gradients.close()
+            self._gradients = None
 
     def _split(self, values: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor) -> None:
         self.whole._split(values, hi, lo)

@@ -122,7 +122,7 @@ class Lane:
 
     def close(self) -> None:
         """Finish what was submitted and end the thread; errors stay with their tickets."""
-        if self._thread is not None and self._ender.alive:
+        if self._thread is not None:
             self._ender()
             self._thread.join()
         if self._state.stream is not None:

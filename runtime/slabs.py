@@ -288,7 +288,7 @@ class Slab(ABC):
             countdown.wait()
 
     def close(self) -> None:
-        """Give the memory back: state at once, the weights when no parameter aliases them any more."""
+        """Give the memory back: state at once, the weights when no parameter aliases them any more; once is enough."""
         self._forget_views()
         for name in (*self.state, *(["gradients"] if self.kept is not None else []), "lo"):
             self._free(name)
@@ -347,7 +347,9 @@ class HostSlab(Slab):
         return self._memory[name].tensor(dtype, (elements,))
 
     def _free(self, name: str) -> None:
-        self._memory.pop(name).close()
+        if name in self._memory:
+            self._memory[name].close()
+            del self._memory[name]
 
     def _split(self, values: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor) -> None:
         split_master(values.numpy(), hi.numpy(), lo.numpy())
@@ -358,7 +360,7 @@ class HostSlab(Slab):
     def close(self) -> None:
         """Give the memory back: state at once, the weights when no parameter aliases them any more."""
         super().close()
-        self._memory.pop("weights").close()
+        self._free("weights")
 
 
 class DeviceSlab(Slab):

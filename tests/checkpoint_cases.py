@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import random
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -120,6 +124,11 @@ class Run:
         return result
 
 
+def load(run: Run, directory: Path) -> Any:
+    with run.checkpoints.open(directory) as opened:
+        return opened.restore()
+
+
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Whether two snapshots are equal, bit for bit."""
     return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
@@ -134,3 +143,30 @@ def _same(a: Any, b: Any) -> bool:
 def draws() -> tuple[float, float, float]:
     """A number from each random generator."""
     return float(torch.rand(())), random.random(), float(np.random.rand())
+
+
+def _anonymous_bytes() -> int:
+    [line] = [text for text in Path("/proc/self/status").read_text().splitlines() if text.startswith("RssAnon")]
+    return int(line.split()[1]) << 10
+
+
+class Peak:
+    """The most anonymous memory of the process while it is open, beyond that at its start."""
+
+    def __enter__(self) -> Peak:
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what tests before this one have left would be used again unseen
+        self.start = self.most = _anonymous_bytes()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.0005):
+            self.most = max(self.most, _anonymous_bytes())
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.extra = max(self.most, _anonymous_bytes()) - self.start

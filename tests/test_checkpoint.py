@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import ctypes
-import gc
 import hashlib
 import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -25,16 +22,13 @@ from oomc import checkpoint_write
 from oomc.checkpoint import Checkpoints
 from oomc.models import tiny
 from oomc.runtime.pool import Countdown
-from tests.checkpoint_cases import BLOCKWISE, Run, draws, rule_with, same
+from tests import saving_memory
+from tests.checkpoint_cases import BLOCKWISE, Run, draws, load, rule_with, same
 from tests.helpers import masters, smallest_device, state, tiny_step, tokens, worst
 
+ROOT = Path(__file__).parent.parent
 ONE_BLOCK: tuple[str, ...] = ()
 MANY = ("embed", "layers.0.linear", "layers.0.norm.w", "layers.0", "layers.1", "layers.2.linear.bias", "layers", "s")
-
-
-def load(run: Run, directory: Path) -> Any:
-    with run.checkpoints.open(directory) as opened:
-        return opened.restore()
 
 
 @pytest.mark.parametrize("blocks", [ONE_BLOCK, MANY])
@@ -216,52 +210,17 @@ def test_plain_torch_loads_them_by_the_models_own_names(tmp_path: Path) -> None:
         assert torch.equal(plain.state_dict()[name], tensor), name
 
 
-def _anonymous_bytes() -> int:
-    [line] = [text for text in Path("/proc/self/status").read_text().splitlines() if text.startswith("RssAnon")]
-    return int(line.split()[1]) << 10
-
-
-class Peak:
-    """The most anonymous memory of the process while it is open, beyond that at its start."""
-
-    def __enter__(self) -> Peak:
-        gc.collect()
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what tests before this one have left would be used again unseen
-        self.start = self.most = _anonymous_bytes()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.0005):
-            self.most = max(self.most, _anonymous_bytes())
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-        self.extra = max(self.most, _anonymous_bytes()) - self.start
-
-
 def test_case_31_saving_takes_one_block_and_loading_none(tmp_path: Path) -> None:
-    size = 1024
-    model = nn.ModuleList(nn.Linear(size, size, bias=False, dtype=torch.bfloat16) for _ in range(8))
-    run = Run(model, blocks=[f"{index}." for index in range(8)])
-    for slab in run.slabs:
-        for tensor in (slab.weights, slab.lo, *slab.state.values()):
-            tensor.fill_(1)
-    block = 12 * size * size
-    assert run.checkpoints.buffer_bytes == block
-    for asynchronous in (False, True):
-        for _ in range(3):
-            with Peak() as peak:
-                run.checkpoints.save(tmp_path / "a", {}, asynchronous=asynchronous).wait()
-            if peak.extra > 0.5 * block:
-                break  # else memory of tests before this one went back meanwhile, and hid what was taken
-        assert 0.5 * block < peak.extra < block + (4 << 20)
-    with Peak() as peak:
-        load(run, tmp_path / "a")
-    assert peak.extra < 4 << 20
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.saving_memory", tmp_path / "a"], capture_output=True, text=True, cwd=ROOT,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    block, at_once, behind, loading = map(int, done.stdout.split())
+    assert block == 12 * saving_memory.SIZE**2
+    for extra in (at_once, behind):
+        assert 0.5 * block < extra < block + (4 << 20)
+    assert loading < 4 << 20
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.05) -> None:

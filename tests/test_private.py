@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,6 +25,17 @@ def test_fake_mode_has_symbolic_sizes_only_if_asked() -> None:
     with private.fake_mode(symbolic=False), torch.no_grad():
         huge = torch.empty(1 << 20, 1 << 20) @ torch.empty(1 << 20, 8)
     assert huge.shape == (1 << 20, 8)
+
+
+def test_a_mode_is_seen_in_its_own_thread_alone() -> None:
+    assert not private.in_a_mode()
+    for mode in (private.fake_mode(symbolic=False), BaseTorchFunctionMode()):
+        with mode:
+            assert private.in_a_mode()
+            elsewhere = ThreadPoolExecutor(1)
+            assert not elsewhere.submit(private.in_a_mode).result()
+            elsewhere.shutdown()
+    assert not private.in_a_mode()
 
 
 def test_expression_is_sympys_or_the_number_itself() -> None:

@@ -19,13 +19,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import BaseTorchFunctionMode
 
 import oomc
+from oomc import private
 from oomc.checkpoint_write import Files
 from oomc.runtime.adamw import AdamW
 from oomc.runtime.gradients import GradientSink
 from oomc.runtime.lanes import Lane
+from oomc.runtime.memory import HostMemory
 from oomc.runtime.pool import Countdown
+from oomc.runtime.update_workers import Ring
 from oomc.state import State
 from oomc.step import Step
 from tests.helpers import ADAMW, compiled, masters, state, tokens, worst
@@ -513,6 +517,48 @@ def test_a_model_whose_step_was_closed_half_way_can_be_compiled_again(monkeypatc
         patched.setattr(GradientSink, "close", interrupted)
         step.close()
     float(compiled(model, batch())(**batch()))
+
+
+@pytest.mark.parametrize("at", [Lane, Ring, HostMemory, GradientSink])
+def test_a_second_close_gives_back_what_an_interrupted_one_has_not(at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threading.active_count()
+    step = make()
+    step(**batch())
+    close, calls = at.close, 0
+
+    def interrupted(self: Any) -> None:
+        nonlocal calls
+        calls += 1
+        close(self)
+        if calls == 2 or at in (Ring, GradientSink):  # there is one of these
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(at, "close", interrupted)
+        step.close()
+    with pytest.raises(oomc.OomcError, match="closed"):
+        step(**batch())
+    for _ in range(2):
+        step.close()
+    assert threading.active_count() == before
+    assert step._runtime is not None
+    assert all(not slab.state and slab.host_bytes == 0 for slab in step._runtime.slabs.values())
+
+
+def test_a_step_that_is_collected_while_something_traces_is_closed_all_the_same() -> None:
+    """The collector runs where it likes: under a mode, what closing makes would be traced."""
+    before = threading.active_count()
+    for mode in (private.fake_mode(symbolic=False), BaseTorchFunctionMode()):
+        model = Net()
+        step = make(model)
+        step(**batch())
+        weights = model.head.weight.detach().clone()
+        with mode, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            del step
+            gc.collect()
+        assert threading.active_count() == before
+        assert torch.equal(model.head.weight, weights)
 
 
 def test_an_interrupt_while_a_save_starts_leaves_the_save_alone(

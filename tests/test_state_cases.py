@@ -28,11 +28,10 @@ from oomc.runtime.memory import HostMemory
 from oomc.runtime.pool import physical_cores
 from oomc.step import Step
 from tests.cases_models import Stack
-from tests.checkpoint_cases import same
+from tests.checkpoint_cases import Peak, same
 from tests.helpers import ADAMW, Batch, Blind, compiled, masters, relative, state, tiny_step, tokens, worst
 from tests.programs import VOCAB, TopK
 from tests.reference import Reference, round_bf16
-from tests.test_checkpoint import Peak
 from tests.test_memory_taking import Driver
 
 ROOT = Path(__file__).parents[1]
