@@ -123,7 +123,7 @@ class Trace:
             self._asked, whole = True, pipeline.in_whole_blocks(self.bare, verify)
             if whole is not None:
                 whole.compiled = self.bare.compiled
-                self._whole = whole, Profiler(whole)
+                self._whole = whole, self.profiler.of(whole)
         return self._whole
 
     def fresh(self) -> Trace:
@@ -181,7 +181,9 @@ class Compiler:
             trace.grouped[groups] = None
             if bare is not None:
                 bare.compiled = trace.bare.compiled
-                trace.grouped[groups] = Trace(bare, trace.batch, Profiler(bare), self.planner(), trace.training)
+                trace.grouped[groups] = Trace(
+                    bare, trace.batch, trace.profiler.of(bare), self.planner(), trace.training
+                )
         return trace.grouped[groups]
 
     def split(self, bare: Program, groups: int, observe: Observer | None = None) -> Program | None:

@@ -61,8 +61,7 @@ def extract(workset: Workset, parameters: set[fx.Node], analysis: Analysis) -> F
     for node in nodes:
         mapping[node] = graph.node_copy(node, lambda n: mapping[n])
     graph.output(tuple(mapping[n] for n in workset.outputs))
-    module = fx.GraphModule(torch.nn.Module(), graph)
-    form = Form("", module, tuple(inputs), chunk=workset.chunk)
+    form = Form("", private.lazy_module(graph, "Form"), tuple(inputs), chunk=workset.chunk)
     if workset.chunk:
         form.output_layouts = tuple(analysis.layout(n) for n in workset.outputs)
         form.reduced = tuple(analysis.flows[n].sums for n in workset.outputs)

@@ -117,7 +117,6 @@ def why_not(program: Program, run: fx.Node) -> str:
     if form.backward_in_place is None:
         return f"{form.key} has no backward in place"
     args = arguments(run)
-    position = {n: i for i, n in enumerate(run.graph.nodes)}
     for index, _ in form.overwritten:
         value: Any = args[index]
         if args.count(value) > 1:
@@ -128,7 +127,7 @@ def why_not(program: Program, run: fx.Node) -> str:
         for user in value.users:
             if steps.LANES.get(user.target) != "compute":
                 return f"it overwrites %{value}, which %{user} uses beside the compute"
-            if position[user] > position[run]:
+            if user is not run and private.comes_before(run, user):
                 return f"it overwrites %{value}, which %{user} uses afterwards"
             if user is not run and user.target in steps.COMPUTE and _hands_on(program, user, value):
                 return f"it overwrites %{value}, in whose memory %{user} has put a result"

@@ -80,13 +80,20 @@ class Source:
     reduced: Program = field(init=False)
     places: list[int] = field(init=False)
     _walks: dict[Any, Any] = field(default_factory=dict)
+    _values: dict[tuple[int, int], list[Value]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.reduced, self.places = reduce(self.program)
 
-    def values(self, sizes: tuple[int, int], program: Program | None = None) -> list[Value]:
-        """The values of a program (by default the whole one) that the backward needs, in order."""
-        program = program or self.program
+    def values(self, sizes: tuple[int, int]) -> list[Value]:
+        """The program's values that the backward needs, in order."""
+        if sizes not in self._values:
+            self._values[sizes] = self.values_of(self.program, sizes)
+        return self._values[sizes]
+
+    @staticmethod
+    def values_of(program: Program, sizes: tuple[int, int]) -> list[Value]:
+        """The same of any program."""
         last = len(program.blocks) - 1
         found = []
         for node, inside in kept_values(program):
@@ -203,7 +210,7 @@ class _Extraction:
         self.source, self.sizes, self.chunks = source, sizes, chunks
         self.updates, self.accumulate = updates, accumulate
         self.program = source.reduced
-        self.values = source.values(sizes, self.program)
+        self.values = source.values_of(self.program, sizes)
 
     def walked(self, level: int) -> _Walked:
         key = self.sizes, tuple(self.chunks.items()), level

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,16 @@ class Instance:
         """How many blocks there are."""
         return len(self.forward)
 
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """A number for each block, the same for blocks that take the same time and memory."""
+        rows = np.concatenate(
+            [self.forward[:, None], self.backward, self.device, self.inner, self.bound[:, None],
+             self.own_grad[:, None], self.fwd_need], 1,
+        )  # fmt: skip
+        seen: dict[bytes, int] = {}
+        return tuple(seen.setdefault(row.tobytes(), len(seen)) for row in rows)
+
     def evaluate(self, d: Decisions) -> Outcome:
         """Time and memory of decisions."""
         if d not in self.known:
@@ -150,13 +161,9 @@ class Instance:
 
     def host_bytes(self, d: Decisions) -> int:
         """Bytes on the host."""
-        total = self.host_fixed
-        for slab, resident in enumerate(d.resident):
-            if not resident:
-                total += self.host[slab]
-        for block, level in enumerate(d.level):
-            total += self.inner[block, level] + (self.bound[block] if d.away[block] else 0.0)
-        return int(total)
+        level, away, resident = self._arrays(d)
+        values = self.inner[np.arange(self.blocks), level].sum() + self.bound[away].sum()
+        return int(self.host_fixed + self.host[~resident].sum() + values)
 
     @staticmethod
     def _arrays(d: Decisions) -> tuple[Array, Array, Array]:

@@ -15,10 +15,7 @@ _FILES = (contention.__file__, *(str(Path(__file__).with_name(f"quick_{x}.py")) 
 
 def njit(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function of the quick model: of this file, oomc.quick_memory or oomc.quick_step."""
-    here = Path(__file__)
-    return jit(
-        function, contention.__file__, *(str(here.with_name(f"quick_{x}.py")) for x in ("lanes", "memory", "step"))
-    )
+    return jit(function, *_FILES)
 
 
 # kinds of gradients: taken by updates from where they lie, kept for the norm, summed, none

@@ -33,15 +33,14 @@ def stretches(n: int, uses: Any, uses_back: Any, resident: Any, level: Any, foun
 def assign_slots(count: int, found: Any, weight: Any, prefetch: int, slot_of: Any, sizes: Any) -> int:
     """Best fit of every stretch's slot in program order (oomc.passes.schedule); returns how many slots there are."""
     slots = 0
+    holder = np.empty(count + 1, np.int64)  # the stretch that a slot was given to last
     free = np.zeros(count + 1, np.bool_)
     nearest = 0
-    gone = np.zeros(count + 1, np.bool_)
     for target in range(count):
         # what ended before this stretch begins is released by now
-        for s in range(target):
-            if not gone[s] and found[s, 2] < found[target, 1]:
-                gone[s] = True
-                free[slot_of[s]] = True
+        for s in range(slots):
+            if holder[s] < target and found[holder[s], 2] < found[target, 1]:
+                free[s] = True
         until = min(count, target + prefetch + 1)
         while nearest < until:
             need = weight[found[nearest, 0]]
@@ -62,6 +61,7 @@ def assign_slots(count: int, found: Any, weight: Any, prefetch: int, slot_of: An
                     sizes[best] = need
                     slots += 1
             free[best] = False
+            holder[best] = nearest
             slot_of[nearest] = best
             nearest += 1
     return slots

@@ -74,6 +74,7 @@ def step_seconds(
     sizes = np.zeros(many + 1)
     slots = assign_slots(many, found, weight, prefetch, slot_of, sizes)
     slot_free = np.zeros(slots + 1)
+    holder = np.empty(slots, np.int64)  # the stretch that uses each slot, or used it last
     fetched = np.empty(many + 1, np.int64)
     behind = np.empty(many + 1, np.int64)
     stored = np.full((2, n), -1, np.int64)  # inner, boundary
@@ -105,6 +106,7 @@ def step_seconds(
         nkept = 0
         issued_fetch = 0
         begun = 0
+        holder[:] = -1
         sum_left[:] = 0
         sum_params[:] = 0.0
         for b in range(n):
@@ -161,6 +163,7 @@ def step_seconds(
                         return
                 compute = max(compute, issue, copies[item, END])
                 issue = max(issue, copies[item, ISSUED])
+                holder[slot_of[begun]] = begun
                 begun += 1
             # slabs on the device wait for their update
             for k in range(uses.shape[1]):
@@ -185,7 +188,9 @@ def step_seconds(
                 issue = max(issue, latest)
             # values: those that must have left, those that begin to come back, those that are needed now
             for kind_of in range(2):
-                for j in range(n):
+                # the others' turn is at another block
+                near = max(prefetch, 1 + kind_of) if ahead else prefetch + kind_of
+                for j in range(max(0, b - near), b + 1):
                     if stored[kind_of, j] < 0 and back[kind_of, j] < 0:
                         continue
                     if ahead:
@@ -227,9 +232,9 @@ def step_seconds(
             seconds = fwd[b] if ahead else bwd[b, level[b]]
             compute = max(compute, issue) + seconds
             work += seconds
-            for i in range(begun):
-                if found[i, 2] == position:
-                    slot_free[slot_of[i]] = max(compute, issue)
+            for slot in range(slots):
+                if holder[slot] >= 0 and found[holder[slot], 2] == position:
+                    slot_free[slot] = max(compute, issue)
             if ahead:
                 for kind_of in range(2):
                     size = 0.0

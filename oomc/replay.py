@@ -41,7 +41,7 @@ class Replay:
 
     def __init__(self, walk: Walk) -> None:
         self.walk, self.allocator = walk, Allocator()
-        self._dead = walk.last_uses()
+        self._dead = walk.last_use
         self._slab_of = {
             storage: str(node.args[1])
             for node in walk.graph.nodes if node.target is steps.offload and node.args[1] in walk.carried

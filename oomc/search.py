@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
 from oomc.quick import Decisions, Instance, Outcome
 
+T = TypeVar("T")
 PREFETCH = (1, 2, 3, 0)
 HOLD = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)
 STARTS = 4
@@ -76,7 +78,6 @@ class Search:
     holds: Sequence[int] | None = None
     more: Sequence[Beyond] = ()
     evaluations: int = 0
-    _classes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _beyond: dict[int, Beyond] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -263,43 +264,7 @@ class Search:
         for where in instance.wheres:
             if where != d.where:
                 yield replace(d, where=where)
-        for group in self._groups(instance, d):
-            for chosen in _parts(group):
-                for level in range(len(instance.levels)):
-                    if level != d.level[group[0]] and instance.allowed[group[0], level]:
-                        yield replace(d, level=tuple(level if b in chosen else own for b, own in enumerate(d.level)))
-                if instance.bound[group[0]] > 0:
-                    yield replace(d, away=tuple(not own if b in chosen else own for b, own in enumerate(d.away)))
-        for slabs in self._slab_groups(instance, d):
-            for chosen in _parts(slabs):
-                yield replace(d, resident=tuple(not own if s in chosen else own for s, own in enumerate(d.resident)))
-
-    def _groups(self, instance: Instance, d: Decisions) -> list[list[int]]:
-        """Blocks that are equal and in the same state, by runs of the same state."""
-        kinds = self._kinds(instance)
-        groups: dict[object, list[int]] = {}
-        for b, kind in enumerate(kinds):
-            slab = instance.uses[b, 0]
-            groups.setdefault((kind, d.level[b], d.away[b], slab >= 0 and d.resident[slab]), []).append(b)
-        return list(groups.values())
-
-    def _slab_groups(self, instance: Instance, d: Decisions) -> list[list[int]]:
-        groups: dict[object, list[int]] = {}
-        for s, resident in enumerate(d.resident):
-            if instance.movable[s] and s not in self.pinned:
-                groups.setdefault((instance.home[s], instance.host[s], resident), []).append(s)
-        return list(groups.values())
-
-    def _kinds(self, instance: Instance) -> tuple[int, ...]:
-        key = id(instance)
-        if key not in self._classes:
-            rows = np.concatenate(
-                [instance.forward[:, None], instance.backward, instance.device, instance.inner, instance.bound[:, None],
-                 instance.own_grad[:, None], instance.fwd_need], 1,
-            )  # fmt: skip
-            seen: dict[bytes, int] = {}
-            self._classes[key] = tuple(seen.setdefault(row.tobytes(), len(seen)) for row in rows)
-        return self._classes[key]
+        yield from _moved(instance, d, self.pinned)
 
 
 def frugal(instances: Sequence[Instance], count: int = 1) -> list[Found]:
@@ -314,18 +279,22 @@ def frugal(instances: Sequence[Instance], count: int = 1) -> list[Found]:
     found: dict[tuple[int, Decisions], int] = {}
     blocks = max(instance.blocks for instance in instances)
     for size, index, d in tried[: max(4 * count, 1200 // blocks)]:
-        instance = instances[index]
-        while True:
-            lower = min(
-                ((instance.device_bytes(o), o) for o in _one_block(instance, d)), key=lambda each: each[0],
-                default=(size, d),
-            )  # fmt: skip
-            if lower[0] >= size:
-                break
-            size, d = lower
+        size, d = _descent(instances[index], size, d)
         found.setdefault((index, d), size)
     least = sorted(found, key=lambda each: found[each])[:count]
     return [Found(index, d, instances[index].evaluate(d)) for index, d in least]
+
+
+def _descent(instance: Instance, size: int, d: Decisions) -> tuple[int, Decisions]:
+    """The decisions after single changes that each take less of the device; of equal ones together where that helps."""
+    for changes in (_moved, _one_block):
+        while True:
+            found = ((instance.device_bytes(o), o) for o in changes(instance, d))
+            lower = min(found, key=lambda each: each[0], default=(size, d))
+            if lower[0] >= size:
+                break
+            size, d = lower
+    return size, d
 
 
 def _starts(instance: Instance) -> Iterator[Decisions]:
@@ -339,21 +308,51 @@ def _starts(instance: Instance) -> Iterator[Decisions]:
                 yield _with(base, base.resident, (small,))
 
 
+def _moved(instance: Instance, d: Decisions, pinned: Collection[int] = ()) -> Iterator[Decisions]:
+    """Decisions that differ in one block or slab, or in the same way in equal ones that are in the same state."""
+    blocks: dict[object, list[int]] = {}
+    for b, kind in enumerate(instance.kinds):
+        slab = instance.uses[b, 0]
+        blocks.setdefault((kind, d.level[b], d.away[b], slab >= 0 and d.resident[slab]), []).append(b)
+    for group in blocks.values():
+        for chosen in _parts(group):
+            for level in range(len(instance.levels)):
+                if level != d.level[group[0]] and instance.allowed[group[0], level]:
+                    yield replace(d, level=_set(d.level, chosen, level))
+            if instance.bound[group[0]] > 0:
+                yield replace(d, away=_set(d.away, chosen, not d.away[group[0]]))
+    slabs: dict[object, list[int]] = {}
+    for s, resident in enumerate(d.resident):
+        if instance.movable[s] and s not in pinned:
+            slabs.setdefault((instance.home[s], instance.host[s], resident), []).append(s)
+    for group in slabs.values():
+        for chosen in _parts(group):
+            yield replace(d, resident=_set(d.resident, chosen, not d.resident[group[0]]))
+
+
+def _set(values: tuple[T, ...], places: Collection[int], value: T) -> tuple[T, ...]:
+    """The values with another one at these places."""
+    changed = list(values)
+    for place in places:
+        changed[place] = value
+    return tuple(changed)
+
+
 def _one_block(instance: Instance, d: Decisions) -> Iterator[Decisions]:
     """Decisions that differ in one block or slab."""
     for b in range(instance.blocks):
         for level in range(len(instance.levels)):
             if level != d.level[b] and instance.allowed[b, level]:
-                yield replace(d, level=(*d.level[:b], level, *d.level[b + 1 :]))
+                yield replace(d, level=_set(d.level, (b,), level))
         if instance.bound[b] > 0:
-            yield replace(d, away=(*d.away[:b], not d.away[b], *d.away[b + 1 :]))
+            yield replace(d, away=_set(d.away, (b,), not d.away[b]))
     for s, movable in enumerate(instance.movable):
         if movable:  # a small one that lives on the device may save a slot
-            yield replace(d, resident=(*d.resident[:s], not d.resident[s], *d.resident[s + 1 :]))
+            yield replace(d, resident=_set(d.resident, (s,), not d.resident[s]))
 
 
 def _with(base: Decisions, none: tuple[bool, ...], slabs: Collection[int]) -> Decisions:
-    return replace(base, resident=tuple(own or s in slabs for s, own in enumerate(none)))
+    return replace(base, resident=_set(none, slabs, True))
 
 
 def _parts(group: list[int]) -> list[list[int]]:

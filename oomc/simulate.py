@@ -6,9 +6,11 @@ the real sizes, so that every temporary is counted and nothing is allocated. The
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -23,8 +25,7 @@ GRANULE = 512
 """Bytes to which the CUDA allocator rounds, and an upper bound of the CPU's rounding."""
 
 
-@dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):  # hashed for each argument of each run
     """Size and layout of a tensor on the device. Strides matter: a kernel copies what it cannot read as it lies."""
 
     shape: tuple[int, ...]
@@ -66,6 +67,10 @@ class Profiler:
 
     program: Program
     known: dict[tuple[Any, ...], Profile] = field(default_factory=dict)
+
+    def of(self, program: Program) -> Profiler:
+        """The same for another program of the same trace: what is known of forms that both have stays known."""
+        return Profiler(program, self.known)
 
     def profile(
         self,
@@ -139,8 +144,13 @@ class Profiler:
         if isinstance(expr, int | float | bool):
             return expr
         symbols = self.program.notes["symbols"]
-        known = {s: v for s, v in ((symbols.batch, sizes[0]), (symbols.sequence, sizes[1])) if s is not None}
-        return int(expr.subs(known))
+        return _number(expr, symbols.batch, symbols.sequence, sizes)
+
+
+@lru_cache(maxsize=1 << 14)
+def _number(expr: Any, batch: Any, sequence: Any, sizes: tuple[int, int]) -> int:
+    """An expression's value; a program has few, and asks for them at every node."""
+    return int(expr.subs({s: v for s, v in ((batch, sizes[0]), (sequence, sizes[1])) if s is not None}))
 
 
 @dataclass
@@ -201,12 +211,11 @@ class Walk:
         self.specs: dict[fx.Node, Spec] = {}
         self.outputs: dict[fx.Node, tuple[Output | None, ...]] = {}
         self.profiles: dict[fx.Node, Profile] = {}
-        self.holders: dict[Any, int] = {}
         self.carried = {str(n.args[1]) for n in self.graph.nodes if n.target is steps.retire_carried}
+        self.transient = {node: self._execute(node) for node in self.graph.nodes}  # most bytes that each one takes
 
     def run(self) -> Projection:
         """The projection of a steady step."""
-        self.follow({})
         carried: dict[str, int] = {}
         for node in self.graph.nodes:
             if node.target is steps.offload and node.args[1] in self.carried:
@@ -217,29 +226,28 @@ class Walk:
 
     def follow(self, carried: dict[str, int]) -> Projection:
         """The projection with so many bytes of each slab's gradients there from the step before."""
-        self.holders.clear()
+        holders: dict[Any, int] = {}
         fixed = sum(self.pieces())
-        last_use = self.last_uses()
+        last_use = self.last_use
         live_bytes = sum(carried.values())
         peak, at = fixed + live_bytes, "start"
         live: dict[str, int] = {}
         during: dict[str, int] = {}
         for node in self.graph.nodes:
-            transient = self._execute(node)
             if node.target is steps.retire_carried:
                 live_bytes -= carried.get(str(node.args[1]), 0)
             for storage in self.storages.get(node, ()):
-                if self.holders.get(storage, 0) == 0:
+                if holders.get(storage, 0) == 0:
                     live_bytes += self.bytes[storage]
-                self.holders[storage] = self.holders.get(storage, 0) + 1
-            before = live_bytes - sum(self.bytes[s] for s in self.storages.get(node, ()) if self.holders[s] == 1)
-            during[node.name] = fixed + max(before + transient, live_bytes)
+                holders[storage] = holders.get(storage, 0) + 1
+            before = live_bytes - sum(self.bytes[s] for s in self.storages.get(node, ()) if holders[s] == 1)
+            during[node.name] = fixed + max(before + self.transient[node], live_bytes)
             if during[node.name] > peak:
                 peak, at = during[node.name], node.name
             for dead in last_use.get(node, ()):
                 for storage in self.storages.get(dead, ()):
-                    self.holders[storage] -= 1
-                    if self.holders[storage] == 0:
+                    holders[storage] -= 1
+                    if holders[storage] == 0:
                         live_bytes -= self.bytes[storage]
             live[node.name] = live_bytes
         return Projection(peak, at, fixed, live, during)
@@ -257,7 +265,8 @@ class Walk:
     def _round(count: int) -> int:
         return -(-count // GRANULE) * GRANULE
 
-    def last_uses(self) -> dict[fx.Node, list[fx.Node]]:
+    @cached_property
+    def last_use(self) -> dict[fx.Node, list[fx.Node]]:
         """For each node, the values that die with it. What leaves lives until its copy is retired or discarded."""
         position = {n: i for i, n in enumerate(self.graph.nodes)}
         (output,) = self.graph.find_nodes(op="output")
@@ -292,7 +301,7 @@ class Walk:
             self.specs[node] = self.specs[restore.args[1].args[2]]
             return 0
         source = node.args[0] if node.args else None
-        if isinstance(source, fx.Node) and source in self.parts and "getitem" in str(node.target):
+        if node.target is operator.getitem and source in self.parts:
             storage = self.parts[source][node.args[1]]  # type: ignore[index]
             self.storages[node] = () if storage is None else storage
             output = self.outputs[source][node.args[1]]  # type: ignore[index]

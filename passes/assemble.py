@@ -47,8 +47,10 @@ class _Assembler:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.graph = fx.Graph()
-        self.placeholders = program.forward.graph.find_nodes(op="placeholder")
+        placeholders = program.forward.graph.find_nodes(op="placeholder")
+        self.spec_of = dict(zip(placeholders, program.inputs, strict=True))
         self.slab_of = {name: slab for slab in program.slabs for name in slab.params}
+        self.place_of = {slab.name: place for place, slab in enumerate(program.slabs)}
         self.values: dict[fx.Node, fx.Node] = {}
         self.saved: dict[str, list[fx.Node]] = {}
         self.sizes: dict[str, Any] = {}
@@ -74,7 +76,7 @@ class _Assembler:
 
     def build(self) -> fx.GraphModule:
         self.rt = self.graph.placeholder("rt")
-        inputs = [(n, s) for n, s in zip(self.placeholders, self.program.inputs, strict=True) if s.kind == "input"]
+        inputs = [(n, s) for n, s in self.spec_of.items() if s.kind == "input"]
         for node, spec in inputs:
             self.values[node] = self.graph.placeholder(_identifier(spec.target))
             meta.set_value(self.values[node], meta.value(node))
@@ -113,7 +115,7 @@ class _Assembler:
             return self._size(source)
         if source in self.values:
             return self.values[source]
-        spec = self.program.inputs[self.placeholders.index(source)]
+        spec = self.spec_of[source]
         val = meta.value(source)
         if spec.kind == "parameter":
             slab = self.slab_of[spec.name]
@@ -200,16 +202,16 @@ class _Assembler:
     def _parameter(self, source: fx.Node) -> str:
         if source.op != "placeholder":
             return ""
-        spec = self.program.inputs[self.placeholders.index(source)]
+        spec = self.spec_of[source]
         return spec.name if spec.kind == "parameter" else ""
 
     def _emit_gradients(self, block: int, collected: dict[str, fx.Node]) -> None:
         """Hand each slab that the block uses what is complete of its gradients."""
         self.note = StepNote("backward", block)
-        for slab in self.program.slabs:
+        used = {self.place_of[self.slab_of[name].name] for name in collected}
+        for slab in (self.program.slabs[place] for place in sorted(used)):
             names = tuple(n for n in slab.params if n in collected)
-            if names:
-                self.call(steps.gradients, self.rt, slab.name, names, tuple(collected[n] for n in names))
+            self.call(steps.gradients, self.rt, slab.name, names, tuple(collected[n] for n in names))
 
 
 def _results(module: fx.GraphModule | None) -> list[Any]:

@@ -20,6 +20,7 @@ After:
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 from torch import fx
@@ -85,15 +86,19 @@ def stretches(graph: fx.Graph, prefetch: int) -> list[Stretch]:
         uses = [position[u] for part in holder.users for u in part.users]
         found.append(Stretch(str(holder.args[1]), [holder], min(uses), max(uses)))
     found.sort(key=lambda s: s.start)
+    starts = [s.start for s in found]
     merged: list[Stretch] = []
+    latest: dict[str, Stretch] = {}  # of each slab
     for stretch in found:
-        before = next((s for s in reversed(merged) if s.slab == stretch.slab), None)
-        between = [s for s in found if before and s.slab != stretch.slab and before.end < s.start < stretch.start]
-        if before is not None and (not between or _is_near(before, stretch, prefetch)):
-            before.holders += stretch.holders
-            before.end = max(before.end, stretch.end)
-        else:
-            merged.append(stretch)
+        before = latest.get(stretch.slab)
+        if before is not None:
+            between = found[bisect_right(starts, before.end) : bisect_left(starts, stretch.start)]
+            if all(s.slab == stretch.slab for s in between) or _is_near(before, stretch, prefetch):
+                before.holders += stretch.holders
+                before.end = max(before.end, stretch.end)
+                continue
+        latest[stretch.slab] = stretch
+        merged.append(stretch)
     return merged
 
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 
@@ -104,9 +105,28 @@ class _Recompute:
         block = meta.note(value).block
         if block == within:
             return self._computed(value)
+        # the earliest first, so that a chain over many layers does not recurse over all of them
         with self.graph.inserting_before(self.backward[0]):
-            self.boundaries[value] = self._computed(value)
+            for each in [*self._boundaries_for(value), value]:
+                self.boundaries[each] = self._computed(each)
         return self.boundaries[value]
+
+    def _boundaries_for(self, value: fx.Node) -> list[fx.Node]:
+        """The boundaries that a value is computed from and that must be computed again too, the earliest first."""
+        found: dict[fx.Node, None] = {}
+        seen: set[fx.Node] = set()
+        frontier = [value]
+        while frontier:
+            run: Any = frontier.pop().args[0]
+            if run in seen:
+                continue
+            seen.add(run)
+            for each in run.all_input_nodes:
+                if self._is_recomputed(each) and each not in self.boundaries:
+                    frontier.append(each)
+                    if meta.note(each).block != meta.note(run).block:
+                        found[each] = None
+        return sorted(found, key=lambda node: meta.note(node).block)
 
     def _computed(self, value: fx.Node) -> fx.Node:
         run, index = value.args

@@ -90,8 +90,8 @@ class PartitionWorksets:
             if s.kind == "parameter"
         }
         program.slabs = make_slabs(blocks, specs)
-        for block in blocks:
-            block.slabs = tuple(s.name for s in program.slabs if blocks.index(block) in s.users)
+        for index, block in enumerate(blocks):
+            block.slabs = tuple(s.name for s in program.slabs if index in s.users)
         program.forward.recompile()
         return PassResult(program, True)
 

@@ -60,10 +60,11 @@ def prefetch_ahead(graph: fx.Graph, depth: int) -> None:
     order = {n: i for i, n in enumerate(graph.nodes)}
     # where weights that have regenerated a boundary are held for their own block's backward, that begins a stretch too
     begins = sorted([*waits, *(own for wait in waits if (own := _own_use(wait, order)))], key=lambda n: order[n])
+    place = {n: i for i, n in enumerate(begins)}
     for wait in sorted(waits, key=lambda n: order[n]):
         fetch = wait.args[1]
         assert isinstance(fetch, fx.Node)
-        target = begins[max(0, begins.index(wait) - depth)]
+        target = begins[max(0, place[wait] - depth)]
         if target is wait:
             continue
         before = fetch.prev
@@ -86,12 +87,15 @@ def hold_gradients(graph: fx.Graph, plan: Plan) -> None:
     retires = graph.find_nodes(op="call_function", target=steps.retire)
     offloads = [node.args[1] for node in retires]
     blocks = list(dict.fromkeys(meta.note(node).block for node in retires))
-    first = {block: next(o for o in offloads if meta.note(o).block == block) for block in blocks}
+    place = {block: i for i, block in enumerate(blocks)}
+    first: dict[int, fx.Node] = {}
+    for copy in offloads:
+        first.setdefault(meta.note(copy).block, copy)
     uses = _first_uses(graph)
     (output,) = graph.find_nodes(op="output")
 
     def later(node: fx.Node) -> int:
-        return blocks.index(meta.note(node).block) + plan.hold
+        return place[meta.note(node).block] + plan.hold
 
     def is_carried(node: fx.Node, copy: fx.Node) -> bool:
         slab, mode = str(copy.args[1]), copy.args[4]

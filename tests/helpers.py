@@ -85,14 +85,11 @@ def compiled(
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAMW)
     step = oomc.compile(model, oomc.Budget(device, host), optimizer=optimizer, device=on, **options)
     if like is not None:
-        known = _TRACES.setdefault(like, {})
-        step._compiler.traces = {k: t.fresh() for k, t in known.items()}
-    try:
-        if prepare:
-            step.prepare(**example)
-    finally:
-        if like is not None and not _TRACES[like]:
-            _TRACES[like] = dict(step._compiler.traces)
+        # the same mapping, which also gets what is traced when the step is first called
+        known = _TRACES.setdefault(like, step._compiler.traces)
+        step._compiler.traces.update({k: t.fresh() for k, t in known.items()})
+    if prepare:
+        step.prepare(**example)
     return step
 
 

@@ -35,7 +35,7 @@ def main(directory: Path) -> None:
         time.sleep(0.01)
         write(*args)
 
-    Files.write_tensors = slowly  # type: ignore[method-assign]
+    Files.write_tensors = slowly  # type: ignore[assignment, method-assign]
     print(run.checkpoints.buffer_bytes)
     for asynchronous in (False, True):
         with Peak() as peak:

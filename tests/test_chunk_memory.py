@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -28,12 +29,13 @@ class Alive(Walk):
     def __init__(self, program: Program, profiler: Profiler) -> None:
         super().__init__(program, profiler)
         self.alive: dict[str, set[Any]] = {}
-
-    def _execute(self, node: fx.Node) -> int:
-        held = {storage for storage, count in self.holders.items() if count > 0}
-        transient = super()._execute(node)
-        self.alive[node.name] = held | set(self.storages.get(node, ()))
-        return transient
+        holders: Counter[Any] = Counter()
+        for node in self.graph.nodes:
+            own = self.storages.get(node, ())
+            self.alive[node.name] = {storage for storage, count in holders.items() if count > 0} | set(own)
+            holders.update(own)
+            for dead in self.last_use.get(node, ()):
+                holders.subtract(self.storages.get(dead, ()))
 
 
 def listed(program: Program) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -36,6 +37,20 @@ def test_a_mode_is_seen_in_its_own_thread_alone() -> None:
             assert not elsewhere.submit(private.in_a_mode).result()
             elsewhere.shutdown()
     assert not private.in_a_mode()
+
+
+def test_nodes_compare_by_their_place_in_the_graph() -> None:
+    graph = torch.fx.Graph()
+    first = graph.placeholder("first")
+    last = graph.call_function(torch.neg, (first,))
+    for _ in range(100):
+        with graph.inserting_before(last):
+            between = graph.call_function(torch.neg, (first,))
+        last.prepend(first)
+        first, last = first, between
+        nodes = list(graph.nodes)
+        assert all(private.comes_before(a, b) and not private.comes_before(b, a) for a, b in pairwise(nodes))
+    assert not private.comes_before(first, first)
 
 
 def test_expression_is_sympys_or_the_number_itself() -> None:

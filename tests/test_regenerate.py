@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,14 +11,15 @@ import pytest
 import torch
 
 import oomc
-from oomc import machine, meta, regenerate, steps
+from oomc import machine, meta, pipeline, regenerate, steps
 from oomc.cost import Costs
+from oomc.passes.insert_recompute import _Recompute
 from oomc.plan import Plan, Residency
 from oomc.planner import Planner
 from oomc.regenerate import Boundary, groups
 from oomc.step import Step
 from tests import programs
-from tests.helpers import Blind, state, tiny_step, tokens
+from tests.helpers import Blind, compiled, state, tiny_step, tokens
 
 SLOW = pytest.mark.slow
 SHAPE = (2, 24)
@@ -143,6 +145,32 @@ def test_a_chain_is_regenerated_once_and_held() -> None:
     assert "36.0 KiB less wait for the backward, on the host or on the device, for" in text
     rows = [line.split() for line in text.splitlines() if line.endswith("12.0 KiB")]
     assert [row[1:3] for row in rows] == [[f"model.layers.{i}", "model.layers.3"] for i in range(3)]
+
+
+def test_a_chain_over_many_layers_needs_no_deeper_a_stack() -> None:
+    """A row of all 94 layers of Qwen3-235B-A22B would be deeper than Python's stack, if each waited for the next."""
+    depths = []
+    for layers in (2, 5):
+        step = compiled(programs.TopK(layers, dropout=0.0), tokens(*SHAPE, programs.VOCAB), device="64MiB", tune=0)
+        assert step._current is not None
+        given, deepest = planned(step, boundaries(step)), 0
+
+        def note(frame: Any, event: str, _: Any) -> None:
+            nonlocal deepest
+            if event == "call" and frame.f_code is _Recompute._rerun.__code__:
+                depth = 0
+                while frame is not None:
+                    frame, depth = frame.f_back, depth + 1
+                deepest = max(deepest, depth)
+
+        sys.setprofile(note)
+        try:
+            pipeline.with_plan(step._current.bare, pipeline.chosen(given))
+        finally:
+            sys.setprofile(None)
+        depths.append(deepest)
+        step.close()
+    assert depths[0] == depths[1] > 0
 
 
 @SLOW
