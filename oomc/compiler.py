@@ -205,7 +205,8 @@ class Compiler:
             return attempt()
         found: tuple[Trace, Scheduled] | None = None
         refused: list[BudgetError] = []
-        groups = 1
+        # where a layer's weights and gradients alone do not fit, nothing is to be found with its experts in one
+        groups = 1 if _largest(trace.bare) <= self.device_allowed() or self._in_groups(trace, 2) is None else 2
         try:
             while groups <= most and (tried := trace if groups == 1 else self._in_groups(trace, groups)):
                 self.traces[key], enough = tried, 2 * groups
@@ -215,9 +216,10 @@ class Compiler:
                     if error.smallest_device is None:
                         raise
                     refused.append(error.with_traceback(None))  # whose frames would hold the step until it is collected
-                    if found is not None:
+                    needed = [each.smallest_device or 0 for each in refused[-2:]]
+                    if found is not None or needed[-1] > needed[0]:  # it is no longer the weights that are too large
                         break
-                    # twice as many groups take half at best; the most are tried in any case, to name what works
+                    # twice as many groups take half at best; the most are tried otherwise, to name what works
                     while enough < most and error.smallest_device * groups / enough > self.device_budget():
                         enough *= 2
                 else:
@@ -482,6 +484,12 @@ def most_groups(program: Program) -> int:
     largest = max((sum(sizes[name] for name in block.slabs) for block in with_experts), default=0)
     most = min(MOST_GROUPS, largest // LEAST_GROUP)
     return 1 << (most.bit_length() - 1) if most > 1 else 1
+
+
+def _largest(program: Program) -> int:
+    """Bytes of weights and gradients of the largest block: its backward needs both at once."""
+    of = {slab.name: slab.layout.weight_bytes + slab.layout.gradient_bytes(wide=False) for slab in program.slabs}
+    return max(sum(of[name] for name in block.slabs) for block in program.blocks)
 
 
 def _remember(trace: Trace, shape: tuple[Any, ...], scheduled: Scheduled) -> Scheduled:

@@ -18,6 +18,7 @@ from torch import fx
 
 from oomc import meta, quick_lanes, steps
 from oomc.cost import Costs
+from oomc.fxutil import copy_graph
 from oomc.offloadable import is_fence_result, kept_values, value_bytes, why_not
 from oomc.passes.assemble import Assemble
 from oomc.passes.choose_residency import OFFLOAD_FROM
@@ -223,11 +224,7 @@ class _Extraction:
         count = len(self.program.blocks)
         plan = Plan(self.sizes, residency(self.values, (level,) * count, (False,) * count), self.chunks)
         assert self.program.step is not None
-        graph = fx.Graph()
-        mapping: dict[fx.Node, fx.Node] = {}
-        graph.output(graph.graph_copy(self.program.step.graph, mapping))
-        for old, new in mapping.items():
-            new.meta = dict(old.meta)
+        graph, _ = copy_graph(self.program.step.graph)
         # only read, never run: it needs no module
         program = replace(self.program, step=cast(Any, SimpleNamespace(graph=graph)), plan=plan)
         program = OverwriteValues()(InsertRecompute()(InsertChunks()(program).program).program).program

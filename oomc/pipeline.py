@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from torch import fx
-
 from oomc import private, steps
 from oomc.errors import BudgetError
+from oomc.fxutil import copy_graph
 from oomc.passes.assemble import Assemble
 from oomc.passes.canonicalize import Canonicalize
 from oomc.passes.choose_residency import CANDIDATES, DEFAULT, Candidate, ChooseResidency
@@ -99,12 +97,7 @@ def run_passes(
 def with_plan(bare: Program, choose: ChooseResidency, observe: Observer | None = None, verify: bool = False) -> Program:
     """A copy of the program whose step graph is scheduled by a plan; `bare` stays as it is."""
     assert bare.step is not None
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(bare.step.graph, mapping)
-    graph.output(output)
-    for old, new in mapping.items():
-        new.meta = copy.copy(old.meta)
+    graph, _ = copy_graph(bare.step.graph)
     program = replace(bare, step=private.lazy_module(graph, "Step"), plan=None)
     return run_passes(program, step_passes(choose), observe, verify)
 
@@ -133,16 +126,10 @@ def in_groups(
 
 def _uncut(bare: Program) -> Program:
     """A copy as it was before its blocks were found."""
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(bare.forward.graph, mapping))
-    for old, new in mapping.items():
-        new.meta = copy.copy(old.meta)
-    (output,), (before,) = graph.find_nodes(op="output"), bare.forward.graph.find_nodes(op="output")
-    output.meta = copy.copy(before.meta)
+    graph, _ = copy_graph(bare.forward.graph)
     return replace(
-        bare, forward=fx.GraphModule(bare.forward, graph), inputs=list(bare.inputs), notes=dict(bare.notes), blocks=[],
-        slabs=[], forms={}, step=None,
+        bare, forward=private.lazy_module(graph, "Forward", bare.forward), inputs=list(bare.inputs),
+        notes=dict(bare.notes), blocks=[], slabs=[], forms={}, step=None,
     )  # fmt: skip
 
 

@@ -33,8 +33,8 @@ from oomc.runtime.updates import Where
 from oomc.search import Beyond, Found, Search, frugal
 from oomc.simulate import Profiler, Projection, project
 
-CHECKED = 3
-"""How many plans are checked on their real step graphs."""
+CHECKED, MANY = 3, 200
+"""How many plans are checked on their real step graphs; only one of more than so many blocks, where each takes long."""
 RIVAL = 1.1
 """How much longer than the chosen plan's a step may be simulated to take, for a plan to be worth a try."""
 LARGE = 2048
@@ -301,7 +301,7 @@ class Planner:
         learned = self._learned[request.key] = Learned()
         for _ in range(max(ROUNDS, min(MOST_ROUNDS, MOST_ROUNDS * FEW // instances[0].blocks))):
             more = [learned.beyond(tiling) for tiling in tilings]
-            found = Search(instances, device, request.host, pinned, more=more).best(CHECKED)
+            found = Search(instances, device, request.host, pinned, more=more).best(_checks(instances))
             if not found and pinned:
                 pinned = ()
                 continue
@@ -382,7 +382,8 @@ class Planner:
         """
         tilings = self._all(request)
         instances = [self._instance(cuts, tiling, request) for tiling in tilings]
-        found = [self._check(cuts, request, tilings[f.index], f.decisions, known) for f in frugal(instances, CHECKED)]
+        found = [self._check(cuts, request, tilings[f.index], f.decisions, known)
+                 for f in frugal(instances, _checks(instances))]  # fmt: skip
         least = min(found, key=lambda each: each.peak)
         assert request.allowed is not None
         # what the search finds below that counts too, or a smaller budget than the one that is named would work
@@ -467,6 +468,11 @@ class Planner:
                     )
                 return self._planned(cuts, request, checked, self._all(request))
         raise ValueError(f"the plan is not one of this model's step: {wrong}")
+
+
+def _checks(instances: Sequence[Instance]) -> int:
+    """How many of the best plans are checked."""
+    return CHECKED if instances[0].blocks <= MANY else 1
 
 
 def _on_host(each: Checked, request: Request) -> bool:

@@ -111,13 +111,14 @@ def comes_before(one: torch.fx.Node, other: torch.fx.Node) -> bool:
     return bool(one < other)
 
 
-def lazy_module(graph: torch.fx.Graph, name: str) -> torch.fx.GraphModule:
-    """A GraphModule that writes and compiles its code when it is first called or asked for it.
+def lazy_module(graph: torch.fx.Graph, name: str, root: torch.nn.Module | None = None) -> torch.fx.GraphModule:
+    """A GraphModule that writes and compiles its code when it is first called or asked for it; `root` has what the
+    graph gets as attributes.
 
-    Most scheduled programs are only looked at. Public as torch.fx.GraphModule, which does it at once, and again after
+    Most programs are only looked at. Public as torch.fx.GraphModule, which does it at once, and again after
     each change.
     """
-    return _LazyGraphModule(torch.nn.Module(), graph, class_name=name)
+    return _LazyGraphModule(torch.nn.Module() if root is None else root, graph, class_name=name)
 
 
 def use_expandable_segments() -> None:

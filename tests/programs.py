@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from oomc import meta, pipeline, steps
 from oomc.capture import Batch, capture
+from oomc.fxutil import copy_graph
 from oomc.offloadable import kept_values, why_not
 from oomc.passes.choose_residency import Candidate, ChooseResidency
 from oomc.plan import Budget, Residency
@@ -126,7 +126,7 @@ def _captured(kind: str) -> Program:
 def before_passes(kind: str) -> Program:
     """The program as captured; the graph is a copy, the symbols in it are shared."""
     program = _captured(kind)
-    graph = copied(program.forward.graph)
+    graph, _ = copy_graph(program.forward.graph)
     forward = fx.GraphModule(program.forward, graph)
     return replace(program, forward=forward, inputs=list(program.inputs), notes=dict(program.notes))
 
@@ -216,17 +216,7 @@ def regenerated(
 def with_own_step(program: Program) -> Program:
     """A copy of the program whose step graph may be changed."""
     assert program.step is not None
-    return replace(program, step=fx.GraphModule(nn.Module(), copied(program.step.graph), class_name="Step"))
-
-
-def copied(source: fx.Graph) -> fx.Graph:
-    """A copy of a graph; values are shared, metadata is not."""
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(source, mapping))
-    for old, new in mapping.items():
-        new.meta = copy.copy(old.meta)
-    return graph
+    return replace(program, step=fx.GraphModule(nn.Module(), copy_graph(program.step.graph)[0], class_name="Step"))
 
 
 WHOLE = (2**31, 2**31)
