@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--tried", type=int, default=2, help="for how many of the cells, the first ones")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--time-worksets", action="store_true", help="plan with graphs that are timed first")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of small sizes")
     args = parser.parse_args()
@@ -62,7 +63,8 @@ def run(
     example = next(stream)
     began = time.perf_counter()
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    step = oomc.compile(model, oomc.Budget(budget), optimizer=optimizer, example=example, device=device, tune=0)
+    step = oomc.compile(model, oomc.Budget(budget), optimizer=optimizer, example=example, device=device, tune=0,
+                        time_worksets=args.time_worksets)  # fmt: skip
     compile_s = time.perf_counter() - began
     host.restart()
     seconds = measured(step, stream, args.warmup, args.steps, device)

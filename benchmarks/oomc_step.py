@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=["eager", "inductor"], default="eager")
     parser.add_argument("--chunk-tokens", type=int, default=None, help="in each chunk; by default as many as fit")
     parser.add_argument("--tune", type=int, default=0, help="try so many plans first, in steps that are not timed")
+    parser.add_argument("--time-worksets", action="store_true", help="plan with graphs that are timed first")
     parser.add_argument("--clip", type=float, default=None, metavar="NORM", help="clip the gradient's global norm")
     parser.add_argument("--updates", choices=["host", "device"], default=None, help="who updates")
     parser.add_argument(
@@ -77,7 +78,7 @@ def main() -> None:
     step = oomc.compile(
         model, oomc.Budget(args.device_budget, args.host_budget), optimizer=optimizer, example=batch, device=device,
         backend=args.backend, max_grad_norm=args.clip, chunk_tokens=args.chunk_tokens,
-        updates=args.updates, tune=args.tune,
+        updates=args.updates, tune=args.tune, time_worksets=args.time_worksets,
     )  # fmt: skip
     compiled = time.perf_counter()
     if args.save_grads:

@@ -35,6 +35,7 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
     chunk_tokens: int | None = None,
     expert_groups: int | None = None,
     tune: int | None = None,
+    time_worksets: bool = False,
     seed: int = 0,
     verify: bool = False,
     chaos: int | None = None,
@@ -75,6 +76,8 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
         tune: how many plans the first steps of a batch shape try; the fastest stays. All are valid steps in the same
             chunks, so that which one wins changes no number (but for rounding where `backend="inductor"` compiles a
             recomputation otherwise). 0: only the planned one; None: 3 on a GPU, 0 on the stand-in.
+        time_worksets: run each of the step's graphs alone on the device before the first plan is made, and plan with
+            what they take instead of with estimates. At most some 20 s, once: it is kept in the user's cache.
         seed: of dropout, whose masks depend on seed, step and position only.
         verify: check every graph's invariants after every pass.
         chaos: seed of random delays and poisoned buffers: a check of the order of everything; slow.
@@ -129,7 +132,7 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
         tune = TUNED if chosen.type == "cuda" else 0
     options = Options(
         budget or Budget(), chosen, backend or "eager", loss_fn, max_grad_norm, on_nonfinite, state, updates or "both",
-        seed, verify, chaos, chunk_tokens, synchronous, tune, expert_groups,
+        seed, verify, chaos, chunk_tokens, synchronous, tune, expert_groups, time_worksets,
     )  # fmt: skip
     step = Step(model, optimizer, options)
     if example is not None:

@@ -11,10 +11,11 @@ import torch
 
 from oomc import meta, ops, pipeline, private
 from oomc.capture import Batch, LossFn, capture
+from oomc.cost import Costs, Factors
 from oomc.errors import BudgetError, UnsupportedError
 from oomc.explain import Explanation
 from oomc.limits import device_memory, host_memory
-from oomc.machine import current
+from oomc.machine import cache_path, current
 from oomc.optimizers import StateWidth
 from oomc.pipeline import Observer
 from oomc.plan import Budget, Plan, Updates
@@ -24,6 +25,7 @@ from oomc.runtime import low_bit
 from oomc.runtime.meter import cuda_usage
 from oomc.runtime.updates import Where
 from oomc.simulate import Profiler, Projection
+from oomc.timing import KnownSeconds, Timing
 from oomc.tune import Tuning
 
 CUDA_WORKSPACE = 192 << 20
@@ -58,6 +60,7 @@ class Options:
     synchronous: bool = False
     tune: int = 0
     expert_groups: int | None = None
+    time_worksets: bool = False
 
     @property
     def keep(self) -> bool:
@@ -102,6 +105,7 @@ class Trace:
         tuning: the batch shape whose plans are tried on real steps at present, and how that stands.
         untried: the last plan that was made, whose rivals are made when its batch shape comes again.
         given: plans that the user has given, by sizes and whether they accumulate.
+        timed: whether its worksets were timed on the device.
     """
 
     bare: Program
@@ -114,6 +118,7 @@ class Trace:
     untried: tuple[Scheduled, Planned] | None = None
     given: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
     grouped: dict[int, Trace | None] = field(default_factory=dict)
+    timed: bool = False
     _whole: tuple[Program, Profiler] | None = None
     _asked: bool = False
 
@@ -159,6 +164,7 @@ class Compiler:
         self.model, self.options = model, options
         self.trained = frozenset(trained)
         self.traces: dict[tuple[Any, ...], Trace] = {}
+        self.factors = Factors()
         self.spare = 0  # device bytes that plans leave free, since an earlier one took more than was projected
 
     def trace(self, batch: Batch) -> Trace:
@@ -418,6 +424,8 @@ class Compiler:
             trace.bare.compiled = program.compiled = trace.bare.compiled
             program = pipeline.lower(program, options.backend)
             return _remember(trace, shape, Scheduled(trace.bare, program, projection, pipeline.carried(program)))
+        if options.time_worksets and not trace.timed and not fixed:
+            self._time_worksets(trace, sizes, allowed)
         request = self._request(sizes, allowed, updates, resident, fixed, accumulate)
         planned = trace.planner.plan(trace.cuts(sizes, options.verify), request)
         best = _remember(trace, shape, self._lowered(trace, planned))
@@ -426,7 +434,18 @@ class Compiler:
 
     def planner(self) -> Planner:
         """A planner for the machine that the step runs on."""
-        return Planner(current(self.options.device), self.options.backend)
+        return Planner(current(self.options.device), self.options.backend, self.factors)
+
+    def _time_worksets(self, trace: Trace, sizes: tuple[int, int], allowed: int) -> None:
+        """Learn how long the trace's graphs take here, before anything else is on the device."""
+        device, backend = self.options.device, self.options.backend
+        trace.timed = True
+        costs = Costs(trace.bare, current(device), backend)
+        known = KnownSeconds(cache_path(device).with_suffix(".worksets.json"))
+        timing = Timing(trace.bare, trace.profiler, costs, device, backend, allowed, known)
+        found = timing.factors(sizes)
+        self.factors.timed |= found
+        self.factors.other = timing.overall(found, sizes)
 
     def host_memory(self) -> int:
         """Bytes of the host."""

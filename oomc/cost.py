@@ -138,20 +138,45 @@ def _rate(machine: Machine, call: Call, size: float, flops: float) -> float:
     return table.at(size)
 
 
+@dataclass
+class Factors:
+    """By how much longer than estimated graphs take: those that were timed (oomc.timing), and all others."""
+
+    timed: dict[tuple[str, str], float] = field(default_factory=dict)
+    other: float = 1.0
+
+    def of(self, form: str, phase: str) -> float:
+        """Of one form's graph."""
+        return self.timed.get((form, phase), self.other)
+
+    def describe(self) -> str:
+        """In a line; empty if nothing was timed."""
+        if not self.timed:
+            return ""
+        found = self.timed.values()
+        return (
+            f"{len(found)} graphs of worksets were timed here: {min(found):.2f} to {max(found):.2f} times as long as "
+            f"estimated, {self.other:.2f} in all"
+        )
+
+
 class Costs:
     """Costs of a program's forms on a machine. Everything is computed once and kept.
 
     Attributes:
-        known: seconds by (form, variant, sizes, chunk); what was measured on the device may be put here.
+        factors: how much longer than estimated graphs take on this device, where that was measured.
     """
 
-    def __init__(self, program: Program, machine: Machine, backend: str = "eager") -> None:
+    def __init__(
+        self, program: Program, machine: Machine, backend: str = "eager", factors: Factors | None = None
+    ) -> None:
         self.program, self.machine, self.backend = program, machine, backend
+        self.factors = Factors() if factors is None else factors
         symbols: TokenSymbols = program.notes["symbols"]
         self._names = {s: n for s, n in ((symbols.batch, B), (symbols.sequence, S)) if s is not None}
         self._forms: dict[tuple[str, str], FormCost] = {}
         self._bytes: dict[tuple[Any, ...], Callable[[int, int], list[float]]] = {}
-        self.known: dict[tuple[str, str, tuple[int, int], tuple[int, int] | None], float] = {}
+        self._seconds: dict[tuple[str, str, tuple[int, int], tuple[int, int] | None], float] = {}
 
     def of(self, form: str, variant: str) -> FormCost:
         """The cost of a form's graph: `forward`, `recompute` or `backward`."""
@@ -165,18 +190,20 @@ class Costs:
     def seconds(self, form: str, variant: str, sizes: tuple[int, int], chunk: tuple[int, int] | None = None) -> float:
         """Time of a form's graph on a batch of `sizes` = (batch, sequence), run in `chunk`s if there are any."""
         key = form, variant, sizes, chunk
-        if key not in self.known:
-            self.known[key] = self._seconds(self.of(form, variant), sizes, chunk)
-        return self.known[key]
+        if key not in self._seconds:
+            cost, factor = self.of(form, variant), self.factors.of(form, steps.phase_of(variant))
+            shapes = tile_shapes(sizes, chunk or sizes)
+            many = sum(count for _, count in shapes) > 1
+            self._seconds[key] = sum(
+                count * (factor * self.tile_seconds(form, variant, shape)
+                         + (cost.chunk_seconds(*shape, self.machine) if many else 0.0))
+                for shape, count in shapes
+            )  # fmt: skip
+        return self._seconds[key]
 
-    def _seconds(self, cost: FormCost, sizes: tuple[int, int], chunk: tuple[int, int] | None) -> float:
-        shapes = tile_shapes(sizes, chunk or sizes)
-        many = sum(count for _, count in shapes) > 1
-        total = 0.0
-        for shape, count in shapes:
-            one = cost.seconds(*shape, self.machine, EAGER if self.backend == "eager" else 1.0)
-            total += count * (one + (cost.chunk_seconds(*shape, self.machine) if many else 0.0))
-        return total
+    def tile_seconds(self, form: str, variant: str, shape: tuple[int, int]) -> float:
+        """The estimate for a form's graph on one tile, whatever was measured."""
+        return self.of(form, variant).seconds(*shape, self.machine, EAGER if self.backend == "eager" else 1.0)
 
     def nbytes(self, val: Any, sizes: tuple[int, int]) -> int:
         """Bytes of the tensors of a (tree of) fake values for a batch of `sizes`."""

@@ -91,12 +91,6 @@ class DeviceGuard:
             )
 
 
-def empty_cache(device: torch.device) -> None:
-    """Give all memory back that torch's allocator does not use."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def lift_limit(device: torch.device) -> None:
     """Lift the limit that a budget has put on the allocator."""
     if device.type == "cuda":

@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import Any, get_args
 
 from oomc import pipeline, timeline
-from oomc.cost import Costs
+from oomc.cost import Costs, Factors
 from oomc.errors import BudgetError
 from oomc.explain import Explanation
 from oomc.instance import Source, residency
@@ -153,6 +153,7 @@ class Planner:
 
     machine: Machine
     backend: str = "eager"
+    factors: Factors = field(default_factory=Factors)
     _sources: dict[int, Source | None] = field(default_factory=dict)
     _instances: dict[Any, Instance] = field(default_factory=dict)
     _checked: dict[Any, list[Checked]] = field(default_factory=dict)
@@ -256,7 +257,7 @@ class Planner:
         """A cut's program with what was found about it."""
         if cut not in self._sources:
             given = cuts[cut]()
-            self._sources[cut] = None if given is None else Source(*given, Costs(given[0], self.machine, self.backend))
+            self._sources[cut] = given and Source(*given, Costs(given[0], self.machine, self.backend, self.factors))
         return self._sources[cut]
 
     def _tilings(self, cuts: Sequence[Cut], cut: int, request: Request, tokens: Sequence[int]) -> list[tuple[int, Any]]:

@@ -340,7 +340,8 @@ def _time(rates: Rates, recording: Recording | None) -> str:
     """What the simulated step takes and waits for; and a recorded one, if there is one."""
     line, machine = rates.line, rates.machine
     busy = ", ".join(f"{lane} {line.busy[lane]:.3f} s" for lane in LANES if line.busy.get(lane, 0.0) > 0)
-    text = f"projected on {machine.name} ({machine.source}):\n{line.describe()}\nbusy: {busy}"
+    timed = f"\n{rates.timed}" if rates.timed else ""
+    text = f"projected on {machine.name} ({machine.source}):\n{line.describe()}\nbusy: {busy}{timed}"
     return text if recording is None else f"{text}\nrecorded: a step of {recording.step_s:.3f} s"
 
 

@@ -43,10 +43,11 @@ Row = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Rates:
-    """A machine, and the projected step on it."""
+    """A machine, the projected step on it, and what was timed there for it."""
 
     machine: Machine
     line: Timeline
+    timed: str = ""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from oomc.checkpoint import Checkpoints
 from oomc.checkpoint_write import Save
 from oomc.compiler import Compiler, Options, Scheduled
 from oomc.cost import Costs
-from oomc.device_guard import DeviceGuard, empty_cache, lift_limit
+from oomc.device_guard import DeviceGuard, lift_limit
 from oomc.edits import Edits, check_buffers
 from oomc.errors import BudgetError, OomcError, UnsupportedError
 from oomc.explain import Explanation
@@ -36,7 +36,7 @@ from oomc.report_figures import Rates
 from oomc.runtime.chaos import Adversary
 from oomc.runtime.cores import warn_if_single_threaded
 from oomc.runtime.gradients import Clipping, ring_buffers
-from oomc.runtime.memory import give_back_free
+from oomc.runtime.memory import empty_cache, give_back_free
 from oomc.runtime.meter import Meter, cuda_usage, host_bytes
 from oomc.runtime.pool import is_worker
 from oomc.runtime.record import Recorder, Recording
@@ -817,9 +817,9 @@ class Step:
         scheduled, own = self._current, machine.current(self._options.device)
         assert scheduled is not None
         if self._rates is None or self._rates[0] is not scheduled or self._rates[1].machine != own:
-            costs = Costs(scheduled.program, own, self._options.backend)
+            costs = Costs(scheduled.program, own, self._options.backend, self._compiler.factors)
             line = simulate(scheduled.program, costs, self._state.size_updates(scheduled.bare))
-            self._rates = scheduled, Rates(own, line)
+            self._rates = scheduled, Rates(own, line, self._compiler.factors.describe())
         return self._rates[1]
 
     def _print_stage(self, stage: str) -> str:

@@ -44,12 +44,15 @@ class Lower:
                 n.target.__name__ in ("run", "run_chunks")}  # fmt: skip
         new = sorted(key for key in used if key not in program.compiled)
         for form, variant in new:
-            graph = getattr(program.forms[form], variant)
-            # what writes into its arguments stays as it is: around attention there are only views, nothing to fuse
-            backend = "eager" if variant == steps.IN_PLACE else self.backend
-            program.compiled[form, variant] = direct(graph) if backend == "eager" else compiled(graph)
+            program.compiled[form, variant] = lowered(getattr(program.forms[form], variant), variant, self.backend)
         program.step.recompile()
         return PassResult(program, bool(new))
+
+
+def lowered(graph: fx.GraphModule, variant: str, backend: str) -> Callable[..., Any]:
+    """What runs a form's graph."""
+    # what writes into its arguments stays as it is: around attention there are only views, nothing to fuse
+    return direct(graph) if backend == "eager" or variant == steps.IN_PLACE else compiled(graph)
 
 
 def direct(graph: fx.GraphModule) -> Callable[..., Any]:

@@ -28,6 +28,12 @@ _PIECE = 64 << 20  # bytes touched by one task
 _pin_warning = threading.Event()
 
 
+def empty_cache(device: torch.device) -> None:
+    """Give all memory back that torch's allocator does not use."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def give_back_free() -> None:
     """Give what C's allocator holds free back to the system: tracing and compiling leave some 100 MB of it."""
     with contextlib.suppress(OSError, AttributeError):  # only glibc has it

@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from oomc import meta
-from oomc.cost import B, Costs, S, tile_shapes
+from oomc.cost import B, Costs, Factors, S, tile_shapes
 from oomc.machine import default
 from oomc.program import Program
 from oomc.simulate import Profiler
@@ -136,10 +136,17 @@ def test_tiles_by_their_shapes(
 
 def test_what_was_measured_is_taken() -> None:
     program = programs.bare("mlp")
-    costs = Costs(program, H200)
-    form, variant = variants(program)[0]
-    costs.known[form, variant, (2, 12), None] = 42.0
-    assert costs.seconds(form, variant, (2, 12)) == 42.0
+    plain = Costs(program, H200)
+    (form, variant), *others = variants(program)
+    costs = Costs(program, H200, factors=Factors({(form, variant): 3.0}, other=2.0))
+    sizes, chunk = (2, 12), (1, 4)
+    assert costs.seconds(form, variant, sizes) == pytest.approx(3 * plain.seconds(form, variant, sizes))
+    for other in others:
+        assert costs.seconds(*other, sizes) == pytest.approx(2 * plain.seconds(*other, sizes))
+    # what a loop over chunks adds beside its graphs was not timed
+    apart = plain.of(form, variant).chunk_seconds(*chunk, H200)
+    in_chunks = [each.seconds(form, variant, sizes, chunk) / 6 - apart for each in (costs, plain)]
+    assert in_chunks[0] == pytest.approx(3 * in_chunks[1])
 
 
 def test_thousands_of_evaluations_are_fast() -> None:
