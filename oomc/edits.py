@@ -8,6 +8,7 @@ step's memory they are in effect nevertheless, on top of what a bf16 weight's fp
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,10 +51,14 @@ class Edits:
 
     Call `remember` after whatever the step itself has done to the parameters, `settle` when it has waited for all
     updates, `take` before weights are used.
+
+    Args:
+        model: whose parameters are watched.
+        bind: lets every parameter alias the step's memory, also one that the user has given another storage.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, bind: Callable[[], None] = lambda: None) -> None:
+        self._model, self._bind = model, bind
         self._seen: dict[str, _Seen] = {}
         self._under_way = False
         self.remember(under_way=False)
@@ -120,6 +125,7 @@ class Edits:
     def _refuse(self, names: list[str]) -> None:
         if not names:
             return
+        self._bind()  # what was written is lost, and may not seem to be there
         self.remember(under_way=False)  # the error is raised once; what is written from now on counts
         raise OomcError(
             f"{names[0]}{f' and {len(names) - 1} more parameters were' if len(names) > 1 else ' was'} written to while "

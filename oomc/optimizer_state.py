@@ -54,14 +54,13 @@ def expose_state(
         optimizer: torch's, never stepped itself.
         rule: what updates in its place.
         slabs: gives the slabs as they are now.
-        params: the model's parameters by name.
+        params: the model's parameters by name, as they are whenever that is asked.
         before: called before state is read or written; waits for updates under way, or raises if there are no slabs.
 
     What an earlier call has exposed for the same optimizer is forgotten.
     """
     for handle in _HOOKS.pop(optimizer, ()):
         handle.remove()
-    names = {id(param): name for name, param in params.items()}
     staged: dict[str, State] = {}
 
     def fill(_: torch.optim.Optimizer) -> None:
@@ -78,6 +77,7 @@ def expose_state(
     def stage(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         before()
         staged.clear()
+        names = {id(param): name for name, param in params.items()}
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         held = [names[id(param)] for group in optimizer.param_groups for param in group["params"]]
         if len(saved) != len(held):

@@ -98,6 +98,7 @@ class Step:
         self._ender: weakref.finalize[..., Any] | None = None
         self._attachment: Attachment | None = None
         self._edits: Edits | None = None
+        self._params: dict[str, torch.nn.Parameter] = {}
         self._current: Scheduled | None = None
         self._meter = Meter() if options.device.type == "cpu" else None
         self._host_start = host_bytes()
@@ -240,9 +241,9 @@ class Step:
 
         state = self._state
         self._attachment = Attachment(self.model, self._options.device, settle, lambda: settle(to_write=True))
-        params = dict(self.model.named_parameters())
+        params = self._params = dict(self.model.named_parameters())
         expose_state(self.optimizer, self._rule, lambda: state.slabs, params, settle_state)
-        self._edits = Edits(self.model)
+        self._edits = Edits(self.model, state.bind)
         self._hooks = _hooks_of(self.model)
         for parameter in params.values():
             _OWNERS[parameter] = me
@@ -261,6 +262,7 @@ class Step:
         if self._attachment is None or self._edits is None:
             return
         self._attachment.bring_home()
+        self._adopt()
         written = set(self._edits.take())
         if not written:
             return
@@ -272,6 +274,19 @@ class Step:
                     slab.load(name, params[name].data)
                     params[name].data = slab.param(name)
         self._edits.remember(under_way=False)
+
+    def _adopt(self) -> None:
+        """Parameters that the user has put in the place of others are trained as those were, by the same optimizer."""
+        current = dict(self.model.named_parameters())
+        new = {id(old): current[name] for name, old in self._params.items() if current.get(name, old) is not old}
+        if not new:
+            return
+        for group in self.optimizer.param_groups:
+            group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
+        for name, old in self._params.items():
+            if id(old) in new:
+                self._params[name] = new[id(old)]
+                _OWNERS[new[id(old)]] = _OWNERS.pop(old)
 
     # -- running --------------------------------------------------------------------------------------------------
 

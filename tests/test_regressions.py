@@ -561,6 +561,57 @@ def test_a_step_that_is_collected_while_something_traces_is_closed_all_the_same(
         assert torch.equal(model.head.weight, weights)
 
 
+def test_a_parameter_in_the_place_of_another_is_trained_saved_and_in_the_optimizer(tmp_path: Path) -> None:
+    """In eager, the optimizer would go on with the old one, unseen; here the step trains what the model holds."""
+    model, other = Net(), Net()
+    step, twin = make(model), make(other)
+    for each in (step, twin):
+        each(**batch())
+        each.synchronize()
+    model.head.weight = nn.Parameter(torch.full_like(model.head.weight, 0.5))
+    with torch.no_grad():
+        other.head.weight.fill_(0.5)
+    for seed in (1, 2):
+        assert torch.equal(step(**batch(seed)), twin(**batch(seed)))
+    assert same(state(step), state(twin))
+    held = [p for group in step.optimizer.param_groups for p in group["params"]]
+    assert any(p is model.head.weight for p in held) and len(held) == len(list(model.parameters()))
+    step.save(tmp_path / "a")
+    for mine, its in zip(*(each.optimizer.state_dict()["state"].values() for each in (step, twin)), strict=True):
+        assert all(torch.equal(mine[key], its[key]) for key in mine)
+    step.optimizer.load_state_dict(twin.optimizer.state_dict())
+    loaded = make()
+    loaded.load(tmp_path / "a")
+    assert same(state(loaded), state(twin)) and same(state(step), state(twin))
+    with pytest.raises(oomc.UnsupportedError, match="belongs to another step"):
+        compiled(model, batch())
+
+
+@pytest.mark.parametrize("use", [
+    lambda step, path: step.save(path), lambda step, _: step(**batch()), lambda step, _: step.synchronize(),
+])  # fmt: skip
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_write_that_is_refused_does_not_seem_to_be_there(
+    use: Callable[[Step, Path], Any], whole: bool, tmp_path: Path
+) -> None:
+    """It came while an update was under way: another parameter, or storage, is put back to the step's memory."""
+    model = Net()
+    step = make(model)
+    step(**batch())
+    written = torch.full(model.head.weight.shape, 0.5)
+    if whole:
+        model.head.weight = nn.Parameter(written)
+    else:
+        model.head.weight.data = written
+    with pytest.raises(oomc.OomcError, match="written to while the last step's update"):
+        use(step, tmp_path / "a")
+    step.save(tmp_path / "a")
+    step(**batch(1))
+    step.synchronize()
+    assert torch.equal(model.head.weight, masters(step)["head.weight"])
+    assert model.head.weight.ne(0.5).all()
+
+
 def test_an_interrupt_while_a_save_starts_leaves_the_save_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
