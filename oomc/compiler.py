@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,7 +26,7 @@ from oomc.runtime import low_bit
 from oomc.runtime.meter import cuda_usage
 from oomc.runtime.updates import Where
 from oomc.simulate import Profiler, Projection
-from oomc.timing import KnownSeconds, Timing
+from oomc.timing import SECONDS, KnownSeconds, Timing
 from oomc.tune import Tuning
 
 CUDA_WORKSPACE = 192 << 20
@@ -165,6 +166,7 @@ class Compiler:
         self.trained = frozenset(trained)
         self.traces: dict[tuple[Any, ...], Trace] = {}
         self.factors = Factors()
+        self._timing_seconds = SECONDS
         self.spare = 0  # device bytes that plans leave free, since an earlier one took more than was projected
 
     def trace(self, batch: Batch) -> Trace:
@@ -211,30 +213,43 @@ class Compiler:
             return attempt()
         found: tuple[Trace, Scheduled] | None = None
         refused: list[BudgetError] = []
-        # where a layer's weights and gradients alone do not fit, nothing is to be found with its experts in one
-        groups = 1 if _largest(trace.bare) <= self.device_allowed() or self._in_groups(trace, 2) is None else 2
+
+        def tried(groups: int) -> Scheduled | None:
+            """The plan in so many groups; None where that does not fit."""
+            self.traces[key] = self._in_groups(trace, groups) or trace if groups > 1 else trace
+            try:
+                return attempt()
+            except BudgetError as error:
+                if error.smallest_device is None:
+                    raise
+                refused.append(error.with_traceback(None))  # whose frames would hold the step until it is collected
+                return None
+
+        def needed(last: int) -> int:
+            """The device budget that was named so many refusals ago."""
+            return refused[-last].smallest_device or 0
+
+        # where a block's weights and gradients alone do not fit, nothing is to be found with its experts in one
+        whole = _largest(trace.bare)
+        first = groups = 1 if whole <= self.device_allowed() or self._in_groups(trace, 2) is None else 2
         try:
-            while groups <= most and (tried := trace if groups == 1 else self._in_groups(trace, groups)):
-                self.traces[key], enough = tried, 2 * groups
-                try:
-                    scheduled = attempt()
-                except BudgetError as error:
-                    if error.smallest_device is None:
-                        raise
-                    refused.append(error.with_traceback(None))  # whose frames would hold the step until it is collected
-                    needed = [each.smallest_device or 0 for each in refused[-2:]]
-                    if found is not None or needed[-1] > needed[0]:  # it is no longer the weights that are too large
-                        break
+            while groups <= most and (groups == 1 or self._in_groups(trace, groups)):
+                scheduled, enough = tried(groups), 2 * groups
+                if scheduled is None:
+                    if found is not None or (len(refused) > 1 and needed(1) > needed(2)):
+                        break  # it is no longer the weights that are too large
                     # twice as many groups take half at best; the most are tried otherwise, to name what works
-                    while enough < most and error.smallest_device * groups / enough > self.device_budget():
+                    while enough < most and needed(1) * groups / enough > self.device_budget():
                         enough *= 2
+                elif found is not None and scheduled.seconds > WORTHWHILE * found[1].seconds:
+                    break
                 else:
-                    if found is not None and scheduled.seconds > WORTHWHILE * found[1].seconds:
-                        break
-                    found = tried, scheduled
+                    found = self.traces[key], scheduled
                     if _overlaps(scheduled):
                         break
                 groups = enough
+            if found is None and first > 1 and min(e.smallest_device or 0 for e in refused) > self.in_all(whole):
+                tried(1)  # it does not fit, but might with less than what was named
         finally:
             self.traces[key] = trace if found is None else found[0]
         if found is None:
@@ -443,9 +458,12 @@ class Compiler:
         costs = Costs(trace.bare, current(device), backend)
         known = KnownSeconds(cache_path(device).with_suffix(".worksets.json"))
         timing = Timing(trace.bare, trace.profiler, costs, device, backend, allowed, known)
-        found = timing.factors(sizes)
+        began = time.perf_counter()
+        found = timing.factors(sizes, {key for key, _ in self.factors.timed}, self._timing_seconds)
+        self._timing_seconds -= time.perf_counter() - began
+        if not self.factors.timed:  # what was planned with it stays comparable when experts come in groups
+            self.factors.other = timing.overall(found, sizes)
         self.factors.timed |= found
-        self.factors.other = timing.overall(found, sizes)
 
     def host_memory(self) -> int:
         """Bytes of the host."""

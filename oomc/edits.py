@@ -125,7 +125,7 @@ class Edits:
     def _refuse(self, names: list[str]) -> None:
         if not names:
             return
-        self._bind()  # what was written is lost, and may not seem to be there
+        self._bind()  # what was written elsewhere than to the step's memory is lost, and may not seem to be there
         self.remember(under_way=False)  # the error is raised once; what is written from now on counts
         raise OomcError(
             f"{names[0]}{f' and {len(names) - 1} more parameters were' if len(names) > 1 else ' was'} written to while "

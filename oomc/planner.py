@@ -33,8 +33,10 @@ from oomc.runtime.updates import Where
 from oomc.search import Beyond, Found, Search, frugal
 from oomc.simulate import Profiler, Projection, project
 
-CHECKED, MANY = 3, 200
-"""How many plans are checked on their real step graphs; only one of more than so many blocks, where each takes long."""
+CHECKED = 3
+"""How many plans are checked on their real step graphs."""
+MANY = 200
+"""Of more blocks only one plan is: each takes a second."""
 RIVAL = 1.1
 """How much longer than the chosen plan's a step may be simulated to take, for a plan to be worth a try."""
 LARGE = 2048

@@ -188,7 +188,8 @@ def step_seconds(
                 issue = max(issue, latest)
             # values: those that must have left, those that begin to come back, those that are needed now
             for kind_of in range(2):
-                # the others' turn is at another block
+                # values leave and come back within so many blocks of their own; at the last block too, whose turn is
+                # that of all which would be later
                 near = max(prefetch, 1 + kind_of) if ahead else prefetch + kind_of
                 for j in range(max(0, b - near), b + 1):
                     if stored[kind_of, j] < 0 and back[kind_of, j] < 0:

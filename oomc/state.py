@@ -163,6 +163,13 @@ class State:
         for slab in self.slabs:
             self._bind(slab, params)
 
+    def holds(self, values: torch.Tensor) -> bool:
+        """Whether these lie in a slab's weights."""
+        address = values.data_ptr()
+        return any(
+            slab.weights.data_ptr() <= address < slab.weights.data_ptr() + slab.weights.nbytes for slab in self.slabs
+        )
+
     @staticmethod
     def _bind(slab: Slab, params: Mapping[str, torch.nn.Parameter]) -> None:
         for place in slab.layout.places:

@@ -262,31 +262,39 @@ class Step:
         if self._attachment is None or self._edits is None:
             return
         self._attachment.bring_home()
-        self._adopt()
         written = set(self._edits.take())
+        self._adopt()
         if not written:
             return
         params = dict(self.model.named_parameters())
-        for slab in self._state.slabs:
-            for place in slab.layout.places:
-                name = place.spec.name
-                if name in written:
-                    slab.load(name, params[name].data)
-                    params[name].data = slab.param(name)
+        places = [
+            (slab, p.spec.name) for slab in self._state.slabs for p in slab.layout.places if p.spec.name in written
+        ]
+        for (
+            slab,
+            name,
+        ) in places:  # what is another parameter's memory (two were swapped, say) is about to be written to
+            if self._state.holds(params[name].data) and params[name].data_ptr() != slab.param(name).data_ptr():
+                params[name].data = params[name].data.clone()
+        for slab, name in places:
+            slab.load(name, params[name].data)
+            params[name].data = slab.param(name)
         self._edits.remember(under_way=False)
 
     def _adopt(self) -> None:
         """Parameters that the user has put in the place of others are trained as those were, by the same optimizer."""
         current = dict(self.model.named_parameters())
-        new = {id(old): current[name] for name, old in self._params.items() if current.get(name, old) is not old}
-        if not new:
+        changed = {name: old for name, old in self._params.items() if current[name] is not old}
+        if not changed:
             return
+        new = {id(old): current[name] for name, old in changed.items()}
         for group in self.optimizer.param_groups:
             group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
-        for name, old in self._params.items():
-            if id(old) in new:
-                self._params[name] = new[id(old)]
-                _OWNERS[new[id(old)]] = _OWNERS.pop(old)
+        for old in changed.values():
+            del _OWNERS[old]
+        for name in changed:
+            self._params[name] = current[name]
+            _OWNERS[current[name]] = weakref.ref(self)
 
     # -- running --------------------------------------------------------------------------------------------------
 
@@ -706,16 +714,15 @@ class Step:
                     self._check_counts(final=True)
         finally:
             try:
-                self._runtime.close()
-                self._ended = True
+                _close(self._runtime)
             finally:  # after an interrupt too, the model can be compiled again
                 if self._attachment is not None:
                     self._attachment.remove()
                 for parameter in self.model.parameters():
                     if parameter in _OWNERS and _OWNERS[parameter]() is self:
                         del _OWNERS[parameter]
-                lift_limit(self._options.device)
                 empty_cache(self._options.device)
+        self._ended = True
 
     def __reduce__(self) -> Any:
         raise TypeError(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import oomc
 from oomc import meta
 from oomc.calibrate import Bench
 from oomc.cost import Costs
@@ -42,7 +43,7 @@ LONGEST = 0.25
 LEAST = 256
 """Fewest positions of a tile."""
 SECONDS = 20.0
-"""For everything; a graph that runs long counts for more than its share of it."""
+"""For everything, however many traces there are."""
 SHARE = 0.9
 """Of the memory that is allowed, since an allocator reserves more than is asked for."""
 
@@ -94,13 +95,16 @@ class Timing:
     known: KnownSeconds
     left_out: dict[str, str] = field(default_factory=dict)
 
-    def factors(self, sizes: tuple[int, int]) -> Factors:
-        """How many times as long as estimated each graph takes, by form and phase, for batches of about `sizes`."""
+    def factors(self, sizes: tuple[int, int], done: Collection[str] = (), seconds: float = SECONDS) -> Factors:
+        """How many times as long as estimated each graph takes, by form and phase, for batches of about `sizes`.
+
+        Forms that are `done` are left out; no more are begun after so many seconds.
+        """
         worksets = [w for block in self.program.blocks for w in block.worksets]
-        first = {w.form: w for w in reversed(worksets)}
+        first = {w.form: w for w in reversed(worksets) if w.form not in done}
         weight = {key: sum(w.form == key for w in worksets) * self._estimate(self.program.forms[key], sizes)
                   for key in first}  # fmt: skip
-        bench, deadline, before = Bench(self.device, SECONDS), time.perf_counter() + SECONDS, dict(self.known)
+        bench, deadline, before = Bench(self.device, SECONDS), time.perf_counter() + seconds, dict(self.known)
         found: Factors = {}
         for key in sorted(first, key=lambda key: -weight[key]):
             try:
@@ -129,7 +133,10 @@ class Timing:
         if form.carries:
             raise NotTimedError("it hands a state from chunk to chunk")
         tile = self._tile(form, sizes)
-        keys = {phase: f"{form.key} {phase} {tile[0]}x{tile[1]} {self.backend}" for phase in _phases(form)}
+        # graphs follow from the form's text, which its key stands for, and from what gets a gradient
+        flags = "".join(str(int(i.requires_grad)) for i in form.inputs)
+        name = f"{oomc.__version__} {form.key.partition('.')[0]} {flags}"
+        keys = {phase: f"{name} {phase} {tile[0]}x{tile[1]} {self.backend}" for phase in _phases(form)}
         if not all(key in self.known for key in keys.values()):
             for phase, seconds in self._run(form, workset, tile, bench).items():
                 self.known[keys[phase]] = seconds
@@ -144,10 +151,11 @@ class Timing:
     def _tile(self, form: Form, sizes: tuple[int, int]) -> tuple[int, int]:
         """As much of a batch as the form is timed on."""
         rows, columns = sizes
+        most = int(SHARE * self.allowed)
         if form.chunk == "tokens":
             columns = min(columns, TOKENS)
             rows = min(rows, max(1, TOKENS // columns))
-        while self._estimate(form, (rows, columns)) > LONGEST or self._bytes(form, (rows, columns)) > self._most:
+        while self._estimate(form, (rows, columns)) > LONGEST or self._bytes(form, (rows, columns)) > most:
             if rows > 1:
                 rows //= 2
             elif columns >= 2 * LEAST:
@@ -155,10 +163,6 @@ class Timing:
             else:
                 raise NotTimedError("the smallest part takes too much memory or time")
         return rows, columns
-
-    @property
-    def _most(self) -> int:
-        return int(SHARE * self.allowed)
 
     def _bytes(self, form: Form, tile: tuple[int, int]) -> int:
         """Device bytes with a form's arguments, results and tangents all there."""

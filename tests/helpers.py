@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -98,6 +99,11 @@ def tiny_step(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> 
     model = tiny.build(name, dtype=dtype)
     eager = copy.deepcopy(model)
     return compiled(model, tokens(2, 24), like=(name, dtype), **options), eager
+
+
+def own_threads() -> set[threading.Thread]:
+    """This package's threads; other libraries start some of their own (tqdm's monitor, with its first bar)."""
+    return {thread for thread in threading.enumerate() if "oomc" in thread.name}
 
 
 def state(step: Step) -> dict[str, torch.Tensor]:

@@ -218,6 +218,22 @@ def test_the_smallest_budget_is_the_smallest_of_all_groups() -> None:
     assert step.metrics["device_peak"] <= smallest
 
 
+def test_the_smallest_budget_is_named_where_a_head_and_not_the_experts_is_too_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In groups of experts a step takes a little more; that it cannot be in one group is no reason to name that."""
+    monkeypatch.setattr(compiler, "LEAST_GROUP", 4096)
+    named = []
+    for groups in (None, 1):
+        with pytest.raises(oomc.BudgetError) as caught:
+            model = tiny.build("qwen3_moe", vocab_size=8192)
+            compiled(model, tokens(2, 24), like=("large head", groups), device="1KiB", expert_groups=groups)
+        named.append(caught.value.smallest_device)
+    assert named[0] is not None and named[1] is not None and named[0] <= named[1]
+    model = tiny.build("qwen3_moe", vocab_size=8192)
+    compiled(model, tokens(2, 24), like=("large head", None), device=named[0]).close()
+
+
 def test_groups_are_none_where_all_fits() -> None:
     step = compiled(tiny.build("qwen3_moe"), tokens(2, 24), like=("qwen3_moe", torch.float32), device="64MiB")
     assert step.plan.groups == 1 and not any(isinstance(slab, GroupedSlab) for slab in step._state.slabs)

@@ -22,6 +22,7 @@ from oomc.runtime import cores, memory
 from oomc.runtime.memory import HostMemory, Preparation, give_back_free, take
 from oomc.runtime.meter import host_bytes
 from oomc.runtime.pool import physical_cores
+from tests.helpers import own_threads
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -189,10 +190,10 @@ def test_an_interrupt_leaves_no_threads(monkeypatch: pytest.MonkeyPatch) -> None
         raise KeyboardInterrupt
 
     monkeypatch.setattr(memory, "_touch", broken)
-    before = threading.active_count()
+    before = own_threads()
     with pytest.raises(KeyboardInterrupt):
         take([PAGE] * 10)
-    assert threading.active_count() == before
+    assert own_threads() == before
 
 
 def test_workers_are_one_a_core_whatever_omp_says(monkeypatch: pytest.MonkeyPatch) -> None:

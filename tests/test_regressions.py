@@ -23,6 +23,7 @@ from torch.overrides import BaseTorchFunctionMode
 
 import oomc
 from oomc import private
+from oomc.attach import Attachment
 from oomc.checkpoint_write import Files
 from oomc.runtime.adamw import AdamW
 from oomc.runtime.gradients import GradientSink
@@ -32,7 +33,7 @@ from oomc.runtime.pool import Countdown
 from oomc.runtime.update_workers import Ring
 from oomc.state import State
 from oomc.step import Step
-from tests.helpers import ADAMW, compiled, masters, state, tokens, worst
+from tests.helpers import ADAMW, compiled, masters, own_threads, state, tokens, worst
 from tests.programs import TopK
 from tests.reference import Reference
 
@@ -219,13 +220,13 @@ def test_one_load_is_enough_after_an_update_has_failed(
 
 def test_close_gives_back_what_there_is_after_an_update_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
-    before = threading.active_count()
+    before = own_threads()
     step = make()
     monkeypatch.setattr(AdamW, "update", lambda *_: 1 // 0)
     step(**batch())
     with pytest.raises(RuntimeError):
         step.close()
-    assert threading.active_count() == before
+    assert own_threads() == before
     step.close()
 
 
@@ -314,19 +315,19 @@ def test_a_dropped_step_is_freed_at_once() -> None:
     gc.collect()
     gc.disable()
     try:
-        before = threading.active_count()
+        before = own_threads()
         step = make()
         step(**batch())
         gone = weakref.ref(step)
         del step
-        assert gone() is None and threading.active_count() == before
+        assert gone() is None and own_threads() <= before
     finally:
         gc.enable()
 
 
 def test_a_step_may_be_collected_in_its_own_thread() -> None:
     gc.collect()
-    before = threading.active_count()
+    before = own_threads()
     holder: dict[str, Any] = {"step": make()}
     holder["holder"] = holder
     holder["step"](**batch())
@@ -340,9 +341,9 @@ def test_a_step_may_be_collected_in_its_own_thread() -> None:
     finally:
         gc.enable()
     deadline = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < deadline:
+    while own_threads() - before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert gone() is None and threading.active_count() == before
+    assert gone() is None and own_threads() == before
 
 
 def test_a_dropped_step_finishes_its_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -519,45 +520,60 @@ def test_a_model_whose_step_was_closed_half_way_can_be_compiled_again(monkeypatc
     float(compiled(model, batch())(**batch()))
 
 
-@pytest.mark.parametrize("at", [Lane, Ring, HostMemory, GradientSink])
+@pytest.mark.parametrize("at", [Lane, Ring, HostMemory, GradientSink, Attachment])
 def test_a_second_close_gives_back_what_an_interrupted_one_has_not(at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = threading.active_count()
+    before = own_threads()
     step = make()
     step(**batch())
-    close, calls = at.close, 0
+    name = "remove" if at is Attachment else "close"
+    close, calls = getattr(at, name), 0
 
     def interrupted(self: Any) -> None:
         nonlocal calls
         calls += 1
         close(self)
-        if calls == 2 or at in (Ring, GradientSink):  # there is one of these
+        if calls == 2 or at in (Ring, GradientSink, Attachment):  # there is one of these
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(at, "close", interrupted)
+        patched.setattr(at, name, interrupted)
         step.close()
     with pytest.raises(oomc.OomcError, match="closed"):
         step(**batch())
     for _ in range(2):
         step.close()
-    assert threading.active_count() == before
+    assert own_threads() == before
     assert step._runtime is not None
     assert all(not slab.state and not slab.weights.numel() for slab in step._runtime.slabs.values())
+    make(step.model).close()  # it belongs to no step
+
+
+@pytest.mark.parametrize("mode", [lambda: private.fake_mode(symbolic=False), lambda: torch.device("meta")])
+def test_a_step_is_closed_under_a_mode_too(mode: Callable[[], Any]) -> None:
+    model, before = Net(), own_threads()
+    step = make(model)
+    step(**batch())
+    step.synchronize()
+    weights = model.head.weight.detach().clone()
+    with mode():
+        step.close()
+    assert own_threads() == before and torch.equal(model.head.weight, weights)
 
 
 def test_a_step_that_is_collected_while_something_traces_is_closed_all_the_same() -> None:
     """The collector runs where it likes: under a mode, what closing makes would be traced."""
-    before = threading.active_count()
+    before = own_threads()
     for mode in (private.fake_mode(symbolic=False), BaseTorchFunctionMode()):
         model = Net()
         step = make(model)
         step(**batch())
+        step.synchronize()
         weights = model.head.weight.detach().clone()
         with mode, warnings.catch_warnings():
             warnings.simplefilter("error")
             del step
             gc.collect()
-        assert threading.active_count() == before
+        assert own_threads() == before
         assert torch.equal(model.head.weight, weights)
 
 
@@ -585,6 +601,45 @@ def test_a_parameter_in_the_place_of_another_is_trained_saved_and_in_the_optimiz
     assert same(state(loaded), state(twin)) and same(state(step), state(twin))
     with pytest.raises(oomc.UnsupportedError, match="belongs to another step"):
         compiled(model, batch())
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_two_parameters_that_are_swapped_are_both_there(whole: bool) -> None:
+    """Each lies in the other's memory, which is about to be written to."""
+    model = Net()
+    step = make(model)
+    step(**batch())
+    step.synchronize()
+    one, other = model.layers[0][0], model.layers[1][0]  # type: ignore[index]
+    wanted = other.weight.detach().clone(), one.weight.detach().clone()
+    if whole:
+        one.weight, other.weight = other.weight, one.weight
+    else:
+        one.weight.data, other.weight.data = other.weight.data, one.weight.data
+    step.prepare(**batch())
+    assert torch.equal(one.weight, wanted[0]) and torch.equal(other.weight, wanted[1])
+    step(**batch(1))
+    step.synchronize()
+    for each in (one, other):
+        each.weight = nn.Parameter(torch.zeros_like(each.weight))
+    step.prepare(**batch())
+    assert not one.weight.any() and not other.weight.any()
+    held = {id(p) for group in step.optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in model.parameters()}
+
+
+def test_a_parameter_that_is_refused_is_not_the_optimizers() -> None:
+    model = Net()
+    step = make(model)
+    step(**batch())
+    step.synchronize()
+    before = model.head.weight
+    model.head.weight = nn.Parameter(before.detach().to(torch.bfloat16))
+    with pytest.raises(oomc.OomcError, match=r"head\.weight now has dtype"):
+        step(**batch())
+    assert any(p is before for group in step.optimizer.param_groups for p in group["params"])
+    model.head.weight = before
+    step(**batch())
 
 
 @pytest.mark.parametrize("use", [

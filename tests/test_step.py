@@ -15,7 +15,7 @@ import torch
 import oomc
 from oomc.errors import OomcError
 from tests.cases_models import Stack
-from tests.helpers import ADAMW, compiled, masters, relative, state, tokens, worst
+from tests.helpers import ADAMW, compiled, masters, own_threads, relative, state, tokens, worst
 from tests.programs import VOCAB
 from tests.reference import Reference
 
@@ -171,26 +171,26 @@ def test_buffers_that_the_user_changes_are_seen() -> None:
 
 def test_close_ends_the_threads_and_leaves_the_weights() -> None:
     gc.collect()
-    before = threading.active_count()
+    before = own_threads()
     step = make()
     step(**BATCH)
     step.synchronize()
     weights = copy.deepcopy(step.model.state_dict())
     step.close()
     step.close()
-    assert threading.active_count() == before
+    assert own_threads() == before
     assert all(torch.equal(v, weights[n]) for n, v in step.model.state_dict().items())
 
 
 def test_a_step_that_is_dropped_is_closed() -> None:
     gc.collect()
-    before = threading.active_count()
+    before = own_threads()
     step = make()
     step(**BATCH)
     model, gone = step.model, weakref.ref(step)
     del step
     gc.collect()
-    assert gone() is None and threading.active_count() == before
+    assert gone() is None and own_threads() == before
     model(**BATCH).backward()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import oomc
+import oomc.compiler
 from oomc import steps, timing
 from oomc.calibrate import Bench
 from oomc.cost import Costs
@@ -19,7 +21,7 @@ from oomc.simulate import Profiler
 from oomc.step import Step
 from oomc.timing import Factors, KnownSeconds, Timing
 from tests import programs
-from tests.helpers import compiled, masters, tiny_step, tokens, worst
+from tests.helpers import compiled, masters, smallest_device, tiny_step, tokens, worst
 
 CPU = torch.device("cpu")
 
@@ -108,9 +110,38 @@ def test_a_graph_that_fails_or_comes_too_late_is_left_as_estimated(
     factors = found.factors((2, 12))
     assert list(found.left_out.values()) == ["out of memory"]
     assert {key for key, _ in factors} == found.program.forms.keys() - found.left_out.keys()
-    monkeypatch.setattr(timing, "SECONDS", 0.0)
     late = timing_of("mlp", cache.with_name("other"))
-    assert late.factors((2, 12)) == {} and set(late.left_out.values()) == {"the time is up"}
+    assert late.factors((2, 12), seconds=0.0) == {} and set(late.left_out.values()) == {"the time is up"}
+
+
+def test_what_is_frozen_has_timings_of_its_own(cache: Path) -> None:
+    """Its forward is that of what is trained, and its backward is another."""
+    for frozen in (False, True):
+        model = tiny.build("llama")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not (frozen and "mlp" in name))
+        compiled(model, tokens(2, 24), device="64MiB", time_worksets=True).close()
+        known = KnownSeconds(cache)
+        if not frozen:
+            before = len(known)
+    assert len(known) > before
+
+
+def test_groups_of_experts_are_timed_in_what_is_left_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[set[str], float]] = []
+    own = Timing.factors
+
+    def factors(self: Timing, sizes: tuple[int, int], done: Any, seconds: float) -> Factors:
+        given.append((set(done), seconds))
+        return own(self, sizes, done, seconds)
+
+    monkeypatch.setattr(Timing, "factors", factors)
+    monkeypatch.setattr(oomc.compiler, "LEAST_GROUP", 4096)
+    step, _ = tiny_step("qwen3_moe", device=smallest_device("qwen3_moe", 2, 24), prepare=False, time_worksets=True)
+    step.prepare(**tokens(2, 24))
+    assert len(given) > 1 and given[0] == (set(), timing.SECONDS)
+    for (before, left), (after, less) in pairwise(given):
+        assert before < after and left > less
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"a": "b"}'])
@@ -152,7 +183,7 @@ def test_a_step_is_planned_and_reported_with_what_was_timed(monkeypatch: pytest.
 def test_a_plan_counts_with_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every graph is found to take a hundred thousand times as long, a step is nothing but compute."""
 
-    def factors(self: Timing, sizes: tuple[int, int]) -> Factors:
+    def factors(self: Timing, *_: Any) -> Factors:
         return dict.fromkeys(graphs(self), 1e5)
 
     monkeypatch.setattr(Timing, "factors", factors)
