@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from oomc import private, steps
@@ -31,7 +31,6 @@ from oomc.passes.split_projections import SplitProjections
 from oomc.plan import Budget, Plan, Updates, bytes_table, format_bytes
 from oomc.program import Pass, Program
 from oomc.simulate import Profiler, Projection, project
-from oomc.worksets import Form
 
 Observer = Callable[[str, Program], None]
 """Called with a pass's name and the program after it."""
@@ -49,16 +48,13 @@ MODEL_PASSES: tuple[Pass, ...] = (
 """From the forward graph to the bare step graph: once for a model."""
 
 
-def whole_block_passes(known: Mapping[str, Form]) -> tuple[Pass, ...]:
-    """From a program that is cut into worksets, whose forms are `known`, to the same one with blocks that run whole, in
-    chunks of batch rows."""
-    return PartitionWorksets(whole=True), Differentiate(known), Assemble()
+WHOLE_BLOCKS: tuple[Pass, ...] = (PartitionWorksets(whole=True), *MODEL_PASSES[6:])
+"""From a program that is cut into worksets to the same one with blocks that run whole, in chunks of batch rows."""
 
 
-def in_groups_passes(groups: int, align: int, known: Mapping[str, Form]) -> tuple[Pass, ...]:
-    """From a program that is cut into worksets, whose forms are `known`, to the same one whose layers' experts are
-    blocks in so many groups."""
-    return SplitExperts(groups, align), PartitionWorksets(), Differentiate(known), Assemble()
+def in_groups_passes(groups: int, align: int = 1) -> tuple[Pass, ...]:
+    """From a program that is cut into worksets to the same one whose layers' experts are blocks in so many groups."""
+    return (SplitExperts(groups, align), *MODEL_PASSES[5:])
 
 
 def step_passes(choose: ChooseResidency) -> tuple[Pass, ...]:
@@ -104,7 +100,7 @@ def with_plan(bare: Program, choose: ChooseResidency, observe: Observer | None =
 
 def in_whole_blocks(bare: Program, verify: bool = False) -> Program | None:
     """The program with blocks that run whole in chunks of batch rows, where there are any; `bare` stays as it is."""
-    program = run_passes(_uncut(bare), whole_block_passes(bare.forms), verify=verify)
+    program = run_passes(_uncut(bare), WHOLE_BLOCKS, verify=verify)
     return program if len(program.forms) < len(bare.forms) else None
 
 
@@ -120,7 +116,7 @@ def in_groups(
         observe: as for `run_passes`.
         verify: likewise.
     """
-    program = run_passes(_uncut(bare), in_groups_passes(groups, align, bare.forms), observe, verify)
+    program = run_passes(_uncut(bare), in_groups_passes(groups, align), observe, verify)
     return program if "expert groups" in program.notes else None
 
 

@@ -52,6 +52,8 @@ class Program:
         constants: the tensors of `kind="constant"` inputs, by target.
         device: the device that the step computes on.
         blocks, slabs, forms: filled by partition_worksets and differentiate.
+        differentiated: forms by the key of their text and by which of their inputs require a gradient, of this program
+            and of all that are cut otherwise from the same trace: a form that is in several has one name in all.
         compiled: callables by (form, variant), from lower on.
         step: the step graph, from assemble on.
         plan: the decisions, from choose_residency on.
@@ -64,6 +66,7 @@ class Program:
     blocks: list[Block] = field(default_factory=list)
     slabs: list[Slab] = field(default_factory=list)
     forms: dict[str, Form] = field(default_factory=dict)
+    differentiated: dict[tuple[str, tuple[bool, ...]], Form] = field(default_factory=dict)
     compiled: dict[tuple[str, str], Callable[..., Any]] = field(default_factory=dict)
     step: fx.GraphModule | None = None
     plan: Plan | None = None

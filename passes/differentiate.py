@@ -22,8 +22,8 @@ The backward of attention has a second form, whose gradients are written into it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -44,31 +44,24 @@ Source = tuple[Literal["input", "output", "saved"], int]
 
 @dataclass(frozen=True)
 class Differentiate:
-    """See the module's docstring.
+    """See the module's docstring."""
 
-    Attributes:
-        known: forms of another program of the same trace, by key: those that occur here too are taken as they are.
-    """
-
-    known: Mapping[str, Form] = field(default_factory=dict)
     name: str = "differentiate"
 
     def __call__(self, program: Program) -> PassResult:
         placeholders = program.forward.graph.find_nodes(op="placeholder")
         wanted = {n for n, spec in zip(placeholders, program.inputs, strict=True) if spec.trainable}
         symbols: TokenSymbols = program.notes["symbols"]
-        known = {(f.key.partition(".")[0], tuple(i.requires_grad for i in f.inputs)): f for f in self.known.values()}
+        known = program.differentiated
         forms: dict[tuple[str, tuple[bool, ...]], Form] = {}
         for workset in (w for b in program.blocks for w in b.worksets):
             flags = tuple(source in wanted for source in workset.inputs)
             key = (workset.form, flags)
-            if key not in forms and key in known:
-                forms[key] = known[key]
-            if key not in forms:
-                twins = sum(form == workset.form for form, _ in known.keys() | forms.keys())
+            if key not in known:
+                twins = sum(form == workset.form for form, _ in known)
                 name = workset.form if not twins else f"{workset.form}.{twins}"
-                forms[key] = differentiate(program.forms[workset.form], flags, name, symbols)
-            form = forms[key]
+                known[key] = differentiate(program.forms[workset.form], flags, name, symbols)
+            form = forms[key] = known[key]
             workset.form = form.key
             wanted |= {n for n, d in zip(workset.outputs, form.differentiable, strict=True) if d}
         if program.loss not in wanted:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -13,6 +13,7 @@ from oomc.plan import Budget
 from oomc.printer import print_program
 from oomc.program import PassResult, Program
 from oomc.simulate import project
+from oomc.worksets import Form
 from tests import programs
 
 
@@ -94,3 +95,31 @@ def test_a_tighter_budget_gives_a_more_frugal_plan() -> None:
     program, less = pipeline.plan_step(bare, profiler, programs.SIZES, most.peak - 1, Budget(most.peak - 1))
     assert less.peak < most.peak
     programs.assert_runs(program, programs.model("topk"))
+
+
+def test_a_form_is_the_same_in_every_program_of_a_trace() -> None:
+    """They share profiles and compiled graphs by its name, so that it may not stand for two."""
+    bare = programs.bare("topk")
+    made = [pipeline.in_whole_blocks(bare), pipeline.in_groups(bare, 2), pipeline.in_groups(bare, 3)]
+    found = [bare, *(program for program in made if program is not None)]
+    assert len(found) > 2
+    forms: dict[str, Form] = {}
+    for program in found:
+        for key, form in program.forms.items():
+            assert forms.setdefault(key, form) is form
+    assert len(forms) < sum(len(program.forms) for program in found)
+    assert {form.key: form for form in bare.differentiated.values()} == forms
+
+
+def test_twins_have_one_name_each_in_whatever_order_they_come() -> None:
+    """Forms that differ in what gets a gradient alone."""
+    bare = programs.bare("topk")
+    frozen = next(s.target for s in bare.inputs if s.kind == "parameter" and "layers.1" in s.target)
+    changed = replace(bare, inputs=[replace(s, trainable=s.trainable and s.target != frozen) for s in bare.inputs])
+    other = pipeline.run_passes(pipeline._uncut(changed), pipeline.MODEL_PASSES[5:])
+    for key, form in other.forms.items():
+        flags = tuple(i.requires_grad for i in form.inputs)
+        assert form is bare.differentiated[key.partition(".")[0], flags]
+        if key in bare.forms:
+            assert tuple(i.requires_grad for i in bare.forms[key].inputs) == flags
+    assert other.forms.keys() - bare.forms.keys()
