@@ -267,13 +267,10 @@ class Step:
         if not written:
             return
         params = dict(self.model.named_parameters())
-        places = [
-            (slab, p.spec.name) for slab in self._state.slabs for p in slab.layout.places if p.spec.name in written
-        ]
-        for (
-            slab,
-            name,
-        ) in places:  # what is another parameter's memory (two were swapped, say) is about to be written to
+        names = [(slab, place.spec.name) for slab in self._state.slabs for place in slab.layout.places]
+        places = [(slab, name) for slab, name in names if name in written]
+        for slab, name in places:
+            # what is another parameter's memory, as after a swap, is about to be written to
             if self._state.holds(params[name].data) and params[name].data_ptr() != slab.param(name).data_ptr():
                 params[name].data = params[name].data.clone()
         for slab, name in places:
@@ -291,7 +288,7 @@ class Step:
         for group in self.optimizer.param_groups:
             group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
         for old in changed.values():
-            del _OWNERS[old]
+            _OWNERS.pop(old, None)
         for name in changed:
             self._params[name] = current[name]
             _OWNERS[current[name]] = weakref.ref(self)
