@@ -124,11 +124,12 @@ def _captured(kind: str) -> Program:
 
 
 def before_passes(kind: str) -> Program:
-    """The program as captured; the graph is a copy, the symbols in it are shared."""
+    """The program as captured; the graph is a copy, with forms of its own, the symbols in it are shared."""
     program = _captured(kind)
     graph, _ = copy_graph(program.forward.graph)
     forward = fx.GraphModule(program.forward, graph)
-    return replace(program, forward=forward, inputs=list(program.inputs), notes=dict(program.notes))
+    inputs, notes = list(program.inputs), dict(program.notes)
+    return replace(program, forward=forward, inputs=inputs, notes=notes, differentiated={})
 
 
 def after(kind: str, name: str) -> Program:
