@@ -114,7 +114,7 @@ def test_a_step_gives_the_same_bits(options: dict[str, Any], monkeypatch: pytest
     for off in (False, True):
         if off:
             monkeypatch.setattr(OverwriteValues, "__call__", leave)
-        one = compiled(tiny.build("qwen3_moe"), tokens(2, 64), **options)
+        one = compiled(tiny.build("qwen3_moe"), tokens(2, 64), like=("qwen3_moe", torch.float32), **options)
         losses = [one(**tokens(2, 64, seed=i)) for i in range(2)]
         assert one._current is not None
         assert bool(runs_in_place(one._current.program)) != off

@@ -61,7 +61,9 @@ def test_every_graph_is_timed_once_and_kept(kind: str, cache: Path, monkeypatch:
     assert [path.name for path in cache.parent.iterdir()] == [cache.name]
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", [
+    "qwen3_moe", "qwen3_next", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "gpt_oss")),
+])  # fmt: skip
 def test_models(name: str, cache: Path) -> None:
     """Graphs of real models run on what is made up for them; the user's random numbers stay as they were."""
     step, _ = tiny_step(name, prepare=False)
