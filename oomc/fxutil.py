@@ -52,8 +52,8 @@ def values(tree: Any) -> Any:
     return pytree.tree_map_only(fx.Node, meta.value, tree)
 
 
-def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy of a graph, with each node's own dict of metadata, and which node is whose copy.
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy of a graph, with each node's own dict of metadata.
 
     As fx.Graph.graph_copy, without its looking for symbolic sizes among the arguments of every node, which takes longer
     than the copy.
@@ -65,7 +65,7 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
         made.kwargs = fx.map_arg(node.kwargs, copies.__getitem__)
         made.meta = copy.copy(node.meta)
         copies[node] = made
-    return new, copies
+    return new
 
 
 def insert_call(

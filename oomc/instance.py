@@ -224,7 +224,7 @@ class _Extraction:
         count = len(self.program.blocks)
         plan = Plan(self.sizes, residency(self.values, (level,) * count, (False,) * count), self.chunks)
         assert self.program.step is not None
-        graph, _ = copy_graph(self.program.step.graph)
+        graph = copy_graph(self.program.step.graph)
         # only read, never run: it needs no module
         program = replace(self.program, step=cast(Any, SimpleNamespace(graph=graph)), plan=plan)
         program = OverwriteValues()(InsertRecompute()(InsertChunks()(program).program).program).program

@@ -93,7 +93,7 @@ def run_passes(
 def with_plan(bare: Program, choose: ChooseResidency, observe: Observer | None = None, verify: bool = False) -> Program:
     """A copy of the program whose step graph is scheduled by a plan; `bare` stays as it is."""
     assert bare.step is not None
-    graph, _ = copy_graph(bare.step.graph)
+    graph = copy_graph(bare.step.graph)
     program = replace(bare, step=private.lazy_module(graph, "Step"), plan=None)
     return run_passes(program, step_passes(choose), observe, verify)
 
@@ -122,7 +122,7 @@ def in_groups(
 
 def _uncut(bare: Program) -> Program:
     """A copy as it was before its blocks were found."""
-    graph, _ = copy_graph(bare.forward.graph)
+    graph = copy_graph(bare.forward.graph)
     return replace(
         bare, forward=private.lazy_module(graph, "Forward", bare.forward), inputs=list(bare.inputs),
         notes=dict(bare.notes), blocks=[], slabs=[], forms={}, step=None,

@@ -126,7 +126,7 @@ def _captured(kind: str) -> Program:
 def before_passes(kind: str) -> Program:
     """The program as captured; the graph is a copy, with forms of its own, the symbols in it are shared."""
     program = _captured(kind)
-    graph, _ = copy_graph(program.forward.graph)
+    graph = copy_graph(program.forward.graph)
     forward = fx.GraphModule(program.forward, graph)
     inputs, notes = list(program.inputs), dict(program.notes)
     return replace(program, forward=forward, inputs=inputs, notes=notes, differentiated={})
@@ -217,7 +217,7 @@ def regenerated(
 def with_own_step(program: Program) -> Program:
     """A copy of the program whose step graph may be changed."""
     assert program.step is not None
-    return replace(program, step=fx.GraphModule(nn.Module(), copy_graph(program.step.graph)[0], class_name="Step"))
+    return replace(program, step=fx.GraphModule(nn.Module(), copy_graph(program.step.graph), class_name="Step"))
 
 
 WHOLE = (2**31, 2**31)

@@ -230,7 +230,7 @@ def test_handed_on_by_another_run(step: Program) -> None:
     run, value = first(step)
     form = step.forms[str(run.args[1])]
     assert form.forward is not None and not in_place.why_not(step, run)
-    graph, _ = copy_graph(form.forward.graph)
+    graph = copy_graph(form.forward.graph)
     forward = next(u for u in value.users if u is not run)
     taken = graph.find_nodes(op="placeholder")[in_place.arguments(forward).index(value)]
     (output,) = graph.find_nodes(op="output")
@@ -260,7 +260,7 @@ def test_a_form_that_is_not_what_its_backward_makes_is_refused(step: Program) ->
     step.forms[form.key] = replace(form, overwritten=form.overwritten[1:])
     broken(step, "it is not the backward with attention in place")
     assert form.backward_in_place is not None
-    graph, _ = copy_graph(form.backward_in_place.graph)
+    graph = copy_graph(form.backward_in_place.graph)
     (site,) = graph.find_nodes(op="call_function", target=ops.attention_backward_in_place)
     with graph.inserting_before(site):
         late = graph.call_function(torch.ops.aten.neg.default, (site.args[1],))
