@@ -22,6 +22,8 @@ from oomc.private import FakeTensor
 
 WORKSPACE_BYTES = 256 << 20
 """Most that one call takes for the fp32 sum of the gradient of q."""
+FARTHEST = 1 << 31
+"""Elements between the first and the last of what a kernel gets are fewer."""
 Kernel = Literal["cudnn", "flash", "tiled"]
 _aten = torch.ops.aten
 
@@ -54,6 +56,16 @@ def _rows_outside(x: Tensor) -> Tensor:
 
 def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _in_reach(x: Tensor) -> Tensor:
+    """`x`, or a compact copy if an offset within it does not fit 32 bits, in which some kernels compute offsets.
+
+    cuDNN's backward gave wrong gradients past the 2**31st element of a [1, 1M, 32, 128] tensor, of which a call took
+    one head (measured on an H200).
+    """
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x if last < FARTHEST else x.new_empty(x.shape).copy_(x)
 
 
 @dataclass(frozen=True)
@@ -171,6 +183,7 @@ def backward(
 def _forward(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor]:
+    q, k, v = map(_in_reach, (q, k, v))
     if kernel == "cudnn":
         q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
@@ -196,6 +209,7 @@ def _backward(
     causal: bool,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    dout, q, k, v, out, lse = map(_in_reach, (dout, q, k, v, out, lse))
     if kernel == "cudnn":
         q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
         # cuDNN wants the gradient in the layout of the output.

@@ -201,6 +201,58 @@ def test_kernels_take_fake_cuda_tensors(options: tuple[bool, int | None, float])
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape, (0,)]
 
 
+def _last(x: Tensor) -> int:
+    """The largest offset within a tensor, in elements."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def test_kernels_get_no_offset_past_32_bits() -> None:
+    """A million tokens of 32 heads: the kernels' own offsets would wrap, and do in cuDNN's backward."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[tuple[str, Tensor]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "flash_attention" in str(func):
+                seen.extend((str(func), x) for x in args if isinstance(x, Tensor))
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode():
+        q, k, v = (
+            torch.empty(1, 1 << 20, heads, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            for heads in (32, 4, 4)
+        )
+        assert _last(q) >= 1 << 31
+        with Watch():
+            out, lse = kernels.forward("flash", q, k, v, 0.1, True, None)
+            dq, dk, dv = kernels.backward("flash", out, q, k, v, out, lse, 0.1, True, None)
+    assert {name for name, _ in seen} == {f"aten._flash_attention_{way}.default" for way in ("forward", "backward")}
+    assert all(_last(x) < 1 << 31 for _, x in seen)
+    assert [x.shape for x in (dq, dk, dv)] == [x.shape for x in (q, k, v)]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kernel", ["cudnn", "flash"])
+def test_cuda_far_offsets(kernel: kernels.Kernel) -> None:
+    """Two of 64 heads, whose last positions lie past the 2**31st element, as compact ones."""
+    torch.manual_seed(0)
+    shape = 1, (1 << 18) + 512, 64, 128
+    whole = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    q, k, v, dout = (x[:, :, :2].transpose(1, 2) for x in whole)
+    assert _last(q) >= 1 << 31
+    near = [x.contiguous() for x in (q, k, v, dout)]
+    far_out = torch.empty(shape, device="cuda", dtype=torch.bfloat16)[:, :, :2].transpose(1, 2)
+    options = (0.1, True, None)
+    out, lse = kernels._forward(kernel, *near[:3], *options)
+    wanted = [out, *kernels._backward(kernel, near[3], *near[:3], out, lse, *options)]
+    found = [kernels._forward(kernel, q, k, v, *options)[0]]
+    found += kernels._backward(kernel, dout, q, k, v, far_out.copy_(out), lse, *options)
+    for one, other in zip(found, wanted, strict=True):
+        assert _distance(one, other) < 2**-7  # the kernels add dq up in any order
+
+
 CUDA_CASES: dict[str, tuple[dict[str, Any], tuple[int, int], str]] = {
     "plain": ({}, (128, 128), "cudnn"),
     "full": ({"causal": False}, (64, 64), "cudnn"),
