@@ -99,10 +99,11 @@ class FormCost:
             total += work + launches * machine.launch
         return total
 
-    def chunk_seconds(self, batch: int, sequence: int, machine: Machine) -> float:
-        """Time of putting one chunk's results into the whole (oomc.runtime.compute.Total)."""
+    def chunk_seconds(self, batch: int, sequence: int, machine: Machine, chunks: int) -> float:
+        """Time of putting the results of one of so many chunks into the whole (oomc.runtime.compute.Total)."""
         in_place, elements, count = self.numbers(batch, sequence)[-3:]
-        return (2 * in_place + count + 8 * elements) / machine.bandwidth + 2 * machine.launch
+        added = 3 * count if chunks == 2 else (chunks + 1) * count + 8 * (chunks - 1) * elements
+        return (2 * in_place + added / chunks) / machine.bandwidth + 2 * machine.launch
 
 
 def tile_shapes(sizes: tuple[int, int], chunk: tuple[int, int]) -> list[tuple[tuple[int, int], int]]:
@@ -193,10 +194,10 @@ class Costs:
         if key not in self._seconds:
             cost, factor = self.of(form, variant), self.factors.of(form, steps.phase_of(variant))
             shapes = tile_shapes(sizes, chunk or sizes)
-            many = sum(count for _, count in shapes) > 1
+            chunks = sum(count for _, count in shapes)
             self._seconds[key] = sum(
                 count * (factor * self.tile_seconds(form, variant, shape)
-                         + (cost.chunk_seconds(*shape, self.machine) if many else 0.0))
+                         + (cost.chunk_seconds(*shape, self.machine, chunks) if chunks > 1 else 0.0))
                 for shape, count in shapes
             )  # fmt: skip
         return self._seconds[key]

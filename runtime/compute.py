@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from oomc import sums
 from oomc.steps import IN_PLACE, calc, phase_of
 
 if TYPE_CHECKING:
@@ -109,16 +110,18 @@ def _opened_part(x: torch.Tensor, layout: Layout, tile: Tile) -> torch.Tensor:
 class Total:
     """A result that is put together from tiles: written in place, or added up.
 
-    Sums of low-precision tensors are kept in fp32 and rounded once.
+    Sums of low-precision tensors are kept in fp32 and rounded once; that of two is made at once, so that no fp32 tensor
+    is needed.
 
     Args:
         layout: of the result.
         adds: whether what several tiles give for one place is added up (sums, gradients); else it is the same.
         backwards: whether the tiles of a row come from last to first.
+        count: of tiles, where that is known.
     """
 
-    def __init__(self, layout: Layout, adds: bool, backwards: bool = False) -> None:
-        self.layout, self.adds, self.backwards = layout, adds, backwards
+    def __init__(self, layout: Layout, adds: bool, backwards: bool = False, count: int = 0) -> None:
+        self.layout, self.adds, self.backwards, self.count = layout, adds, backwards, count
         self.tokens = frozenset(_split_dims(layout)[1])
         self.value: torch.Tensor | None = None
         self.dtype = torch.float32
@@ -127,8 +130,8 @@ class Total:
         """Put the result together in this tensor, each tile's part in its place; it may be there already."""
         self.value, self.dtype = memory, memory.dtype
 
-    def add(self, part: torch.Tensor, tile: Tile) -> None:
-        """Take in one tile's part."""
+    def add(self, part: torch.Tensor, tile: Tile, last: bool = False) -> None:
+        """Take in one tile's part, of the last tile or not (which only saves memory and time)."""
         missing = [t for t in ("B", "S") if t not in self.tokens and tile.cuts(t)]
         again = any(self._comes_later(tile, t) for t in missing)
         if again and not self.adds:
@@ -139,15 +142,29 @@ class Total:
         if self.value is None:
             self.dtype = part.dtype
             if not self.tokens:
-                self.value = part.to(wide, copy=True)
+                # the graph's own tensor may be an argument, but is not written to while it is in low precision
+                self.value = part if self.count == 2 and wide != part.dtype else part.to(wide, copy=True)
                 return
             self.value = self._empty(part, tile, wide)
+        if not self.tokens and wide != self.dtype:
+            self._sum(part, last)
+            return
         target = _opened_part(self.value, self.layout, tile)
         part, _ = opened(part, self.layout, _sizes(tile))
         if again:
             target.add_(part)
         else:
             target.copy_(part)  # nothing is copied onto itself
+
+    def _sum(self, part: torch.Tensor, last: bool) -> None:
+        """Add a low-precision part to the sum so far: fp32, or the other one of two parts."""
+        assert self.value is not None
+        if self.value.dtype == part.dtype:
+            self.value = torch.add(self.value, part)  # as an fp32 sum that is rounded
+        elif last:
+            self.value = sums.rounded(self.value, part)
+        else:
+            sums.add_(self.value, part)
 
     def _comes_later(self, tile: Tile, token: str) -> bool:
         """Whether a tile is not the first one along a token."""
@@ -231,11 +248,13 @@ def arguments_of(form: Form, variant: str) -> list[_Argument]:
     ]
 
 
-def totals_of(form: Form, variant: str) -> list[Total]:
-    """What the results of a variant of a form are put together in."""
+def totals_of(form: Form, variant: str, count: int = 0) -> list[Total]:
+    """What the results of a variant of a form are put together in, from so many tiles."""
     if phase_of(variant) == "backward":
-        return [Total(form.inputs[i].layout, adds=True, backwards=bool(form.carries)) for i in form.gradients]
-    totals = [Total(layout, adds=reduced) for layout, reduced in zip(form.output_layouts, form.reduced, strict=True)]
+        backwards = bool(form.carries)
+        return [Total(form.inputs[i].layout, True, backwards, count) for i in form.gradients]
+    results = zip(form.output_layouts, form.reduced, strict=True)
+    totals = [Total(layout, adds=reduced, count=count) for layout, reduced in results]
     return totals + [Total(layout, adds=False) for layout in form.saved_layouts if variant == "forward"]
 
 
@@ -299,9 +318,9 @@ def run_chunks(
     carried = Carried(form, variant, cover, args)
     if len(cover) == 1:
         return _run_whole(kinds, graph, args, cover[0], carried)
+    totals = totals_of(form, variant, len(cover))
     if most is not None:
         cover = sorted(cover, key=lambda tile: math.prod(_sizes(tile)), reverse=True)[:most]
-    totals = totals_of(form, variant)
     if variant == IN_PLACE:
         for argument, result in form.overwritten:
             totals[result].start(args[argument])
@@ -313,7 +332,7 @@ def run_chunks(
         for index, total in enumerate(totals):
             part, parts[index] = parts[index], None
             if part is not None:
-                total.add(part, tile)
+                total.add(part, tile, last=tile is cover[-1])
         del parts, part
     return (*(total.take() for total in totals), *carried.states)
 

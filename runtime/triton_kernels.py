@@ -6,8 +6,8 @@ data as int16 bits. Everything that changes from step to step is a plain float a
 specialised for, so that a kernel is compiled once for each combination of dtypes (and of sizes and addresses being
 multiples of 16 or not, for wide loads), not for each step.
 
-Tiles are of [ROWS, 64] elements: a row is a block of the 8-bit state. Triton is imported here and in
-oomc.expert_kernels.
+Tiles are of [ROWS, 64] elements: a row is a block of the 8-bit state. Triton is imported here, in
+oomc.expert_kernels and in oomc.sum_kernels.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

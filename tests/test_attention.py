@@ -244,11 +244,14 @@ def test_cuda_far_offsets(kernel: kernels.Kernel) -> None:
     assert _last(q) >= 1 << 31
     near = [x.contiguous() for x in (q, k, v, dout)]
     far_out = torch.empty(shape, device="cuda", dtype=torch.bfloat16)[:, :, :2].transpose(1, 2)
-    options = (0.1, True, None)
-    out, lse = kernels._forward(kernel, *near[:3], *options)
-    wanted = [out, *kernels._backward(kernel, near[3], *near[:3], out, lse, *options)]
-    found = [kernels._forward(kernel, q, k, v, *options)[0]]
-    found += kernels._backward(kernel, dout, q, k, v, far_out.copy_(out), lse, *options)
+
+    def both_ways(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
+        forward = kernels._forward(kernel, q, k, v, 0.1, True, None)[0]
+        return [forward, *kernels._backward(kernel, dout, q, k, v, out, lse, 0.1, True, None)]
+
+    out, lse = kernels._forward(kernel, near[0], near[1], near[2], 0.1, True, None)
+    wanted = both_ways(near[0], near[1], near[2], near[3], out, lse)
+    found = both_ways(q, k, v, dout, far_out.copy_(out), lse)
     for one, other in zip(found, wanted, strict=True):
         assert _distance(one, other) < 2**-7  # the kernels add dq up in any order
 

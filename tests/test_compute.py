@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from oomc.dims import Layout
 from oomc.runtime.compute import Tile, Total, arguments_of, closed, narrow, opened, run_chunks, tiles
+from oomc.runtime.meter import Meter
 from oomc.worksets import Carry, Form, FormInput
 
 B, S = 3, 7
@@ -138,6 +139,38 @@ def test_sums_of_low_precision_are_rounded_once() -> None:
         whole = total.take()
         assert whole is not None and whole.dtype == torch.bfloat16
         assert float(whole) == 1000
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sum_of_few_tiles_is_rounded_once_too(dtype: torch.dtype, count: int) -> None:
+    """Whether or not the tiles are counted, with the bits of an fp32 sum, laid out as the parts are."""
+    parts = [values(30, 20).mul(k + 0.3).to(dtype).t() for k in range(count)]
+    kept = [part.clone() for part in parts]
+    wanted = torch.zeros(20, 30)
+    for part in parts:
+        wanted += part
+    cover = tiles(count, 1, (1, 1))
+    for known in (0, count):
+        total = Total(((20,), (30,)), adds=True, count=known)
+        for part, tile in zip(parts, cover, strict=True):
+            total.add(part, tile, last=bool(known) and tile is cover[-1])
+        whole = total.take()
+        assert whole is not None and torch.equal(whole, wanted.to(dtype)) and whole.stride() == parts[0].stride()
+        assert all(torch.equal(part, one) for part, one in zip(parts, kept, strict=True))
+
+
+def test_two_tiles_need_no_fp32_sum() -> None:
+    count = 1 << 20
+    peaks = {}
+    for number in (2, 3):
+        cover, total = tiles(number, 1, (1, 1)), Total(((count,),), adds=True, count=number)
+        with Meter(granule=512) as meter:
+            for tile in cover:
+                total.add(torch.ones(count, dtype=torch.bfloat16), tile, last=tile is cover[-1])
+            total.take()
+        peaks[number] = meter.peak / count
+    assert peaks == {2: 6.0, 3: 8.0}  # both parts and their sum; the fp32 sum, a part and the result
 
 
 # --- whole forms

@@ -144,7 +144,7 @@ def test_what_was_measured_is_taken() -> None:
     for other in others:
         assert costs.seconds(*other, sizes) == pytest.approx(2 * plain.seconds(*other, sizes))
     # what a loop over chunks adds beside its graphs was not timed
-    apart = plain.of(form, variant).chunk_seconds(*chunk, H200)
+    apart = plain.of(form, variant).chunk_seconds(*chunk, H200, 6)
     in_chunks = [each.seconds(form, variant, sizes, chunk) / 6 - apart for each in (costs, plain)]
     assert in_chunks[0] == pytest.approx(3 * in_chunks[1])
 

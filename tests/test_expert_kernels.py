@@ -5,8 +5,6 @@ Without a GPU they can run in Triton's interpreter, if Triton is installed and T
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from typing import Any
 
 import pytest
@@ -14,14 +12,8 @@ import torch
 from torch import Tensor
 
 from oomc import experts
+from tests.kernel_devices import DEVICES
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
-DEVICES = [
-    pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter"), id="interpreted"
-    ),
-]
 TOKENS, K, EXPERTS = 37, 3, 8
 
 

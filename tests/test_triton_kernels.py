@@ -6,9 +6,7 @@ not fused, so the tests give it numba's. That checks all but what the compiler m
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,15 +19,8 @@ from oomc.runtime.kernels import accumulate, fused, kernel, sum_of_squares
 from oomc.runtime.low_bit import LowBitAdamW
 from oomc.runtime.optim import UpdateRule
 from oomc.runtime.sgd import SGD
+from tests.kernel_devices import CUDA, DEVICES, INTERPRETED
 
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
-DEVICES = [
-    pytest.param("cuda", marks=[pytest.mark.cuda, CUDA]),
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter"), id="interpreted"
-    ),
-]
 RULES: dict[str, UpdateRule] = {
     "adamw": AdamW(),
     "adamw-bf16": LowBitAdamW("bf16"),

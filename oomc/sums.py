@@ -1,0 +1,53 @@
+"""Adding a low-precision tensor to an fp32 sum: on CUDA one kernel that reads and writes each number once.
+
+torch's own kernels for two dtypes reach 2.2 TB/s on an H200 whose memory gives 3.8; and rounding the sum would be a
+pass of its own, which `rounded` saves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oomc.private import FakeTensor
+
+
+def add_(total: Tensor, part: Tensor) -> None:
+    """total += part, in fp32.
+
+    Args:
+        total: fp32, any shape and strides.
+        part: bf16 or fp16, as `total`.
+    """
+    kernels = _kernels(total, part)
+    if kernels is None:
+        total.add_(part)
+    else:
+        kernels.add(total, part, total)
+
+
+def rounded(total: Tensor, part: Tensor) -> Tensor:
+    """total + part, summed in fp32, in the dtype of `part`; `total` may be overwritten.
+
+    Args and strides are as for `add_`, those of the result as those of `total`.
+    """
+    kernels = _kernels(total, part)
+    if kernels is None:
+        return total.add_(part).to(part.dtype)
+    out = torch.empty_like(total, dtype=part.dtype)
+    kernels.add(total, part, out)
+    return out
+
+
+def _kernels(total: Tensor, part: Tensor) -> Any:
+    """oomc.sum_kernels for tensors on CUDA that lie alike and without holes; None for others, and where only memory
+    counts."""
+    if not total.is_cuda or isinstance(total, FakeTensor) or total.stride() != part.stride():
+        return None
+    if total.numel() != 1 + sum((size - 1) * stride for size, stride in zip(total.shape, total.stride(), strict=True)):
+        return None
+    from oomc import sum_kernels
+
+    return sum_kernels
