@@ -2,7 +2,9 @@
 
 Copies are pumped by a thread for each direction, alone, together, and while the optimizer runs; updates go through the
 runtime's own queue, ring and kernels; products and attention are the operators that the worksets use, and their FLOPs
-those that oomc.flops counts. On the CPU stand-in the same is measured on the CPU.
+those that oomc.flops counts. On a GPU updates and launches are measured beside each other, as a step has them: the GPU
+computes while the cores update, and Python hands its lock from the thread that issues to those that update and back. On
+the CPU stand-in the same is measured on the CPU, one thing at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,18 +127,24 @@ class Bench:
     def time(self, function: Callable[[], Any], inner: int = 1) -> float:
         """Seconds of a call, of `inner` issued in a row: the median of the faster half of up to 30 rounds.
 
-        The first round warms up. The slower half is left out since other work on the machine only ever adds.
+        The slower half is left out since other work on the machine only ever adds.
         """
+        times = sorted(self.rounds(function, inner))
+        return statistics.median(times[: (len(times) + 2) // 2])
+
+    def rounds(self, function: Callable[[], Any], inner: int = 1, least: int = 1) -> list[float]:
+        """Seconds of a call in each of `least` to 30 rounds, as far as the time goes; the one that warms up is left
+        out."""
         times: list[float] = []
         deadline = time.perf_counter() + self.share
-        while len(times) < 2 or (len(times) < 30 and time.perf_counter() < deadline):
+        while len(times) <= least or (len(times) < 30 and time.perf_counter() < deadline):
             self.synchronize()
             start = time.perf_counter()
             for _ in range(inner):
                 function()
             self.synchronize()
             times.append((time.perf_counter() - start) / inner)
-        return statistics.median(sorted(times[1:])[: (len(times) + 1) // 2])
+        return times[1:]
 
     def rate(self, op: OpOverload, args: Sequence[Any]) -> tuple[float, float]:
         """FLOPs of a call of an operator, and its FLOP/s."""
@@ -190,6 +198,40 @@ class Pump:
 
 
 @contextmanager
+def repeating(work: Callable[[], None]) -> Iterator[None]:
+    """`work` again and again, on a thread of its own."""
+    stop = threading.Event()
+
+    def repeat() -> None:
+        while not stop.is_set():
+            work()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def computing(bench: Bench) -> AbstractContextManager[None]:
+    """A GPU that computes, and a thread that issues it; nothing on the stand-in, whose cores could not update then."""
+    if not bench.cuda:
+        return nullcontext()
+    matrix = torch.zeros(2048, 2048, dtype=torch.bfloat16, device=bench.device)
+    out, small = torch.empty_like(matrix), torch.zeros(1, device=bench.device)
+
+    def issue() -> None:
+        for _ in range(50):
+            torch.mm(matrix, matrix, out=out)
+            small.add_(1.0)
+        torch.cuda.current_stream(bench.device).synchronize()
+
+    return repeating(issue)
+
+
+@contextmanager
 def pumping(bench: Bench, *to_device: bool) -> Iterator[list[Pump]]:
     """Pumps in these directions at once."""
     with ExitStack() as stack:
@@ -214,27 +256,51 @@ def measure_link(bench: Bench) -> Figures:
 
 
 def measure_updates(bench: Bench) -> Figures:
-    """AdamW's update on the host alone, beside copies both ways, on the device, and on both.
+    """AdamW's update on the host alone, beside copies both ways, on the device, and on both; launches beside the last.
 
-    What the cores and the copies move together is the bandwidth of host memory that they share. What a kernel that only
-    streams reaches is no measure of it: on an H200's host 250 to 320 GB/s against about 150.
+    Medians of all rounds: how fast an update is depends on how cores and copies happen to meet, and a step gets no
+    choice. What the cores and the copies move together is the bandwidth of host memory that they share. What a kernel
+    that only streams reaches is no measure of it: on an H200's host 250 to 320 GB/s against about 150.
     """
     count, pieces = (64 << 20, 12) if bench.cuda else (8 << 20, 6)
     touched, grad, traffic = 26.0, 2.0, 1.0 if bench.cuda else 2.0
+
+    def rate(update: Callable[[], None]) -> float:
+        return count * pieces / statistics.median(bench.rounds(update, least=4))
+
     rates: dict[Where, float] = {}
     for where in ("host", "device", "both"):
         with updating(bench, where, count, pieces) as update:
-            rates[where] = count * pieces / bench.time(update)
-            if where == "host":
-                with pumping(bench, True, False) as pumps:
-                    busy = count * pieces / bench.time(update)
-                    copies = sum(pump.rate for pump in pumps)
+            with computing(bench):
+                rates[where] = rate(update)
+                if where == "host":
+                    with pumping(bench, True, False) as pumps:
+                        busy = rate(update)
+                        copies = sum(pump.rate for pump in pumps)
+            if where == "both":
+                launch = launching(bench, update)
     own = touched + grad * traffic
     together = (busy * own + copies * traffic, rates["host"] * own, rates["device"] * 24.0)
     return {
         "update_rate": rates["host"], "streamed_rate": rates["device"], "both_rate": max(rates.values()),
-        "update_bytes": touched, "host_bandwidth": max(together),
+        "update_bytes": touched, "host_bandwidth": max(together), "launch": launch,
     }  # fmt: skip
+
+
+def launching(bench: Bench, update: Callable[[], None]) -> float:
+    """Seconds that a small kernel takes, issued while host and device update."""
+    one = torch.zeros(1, device=bench.device)
+
+    def issue() -> float:
+        start = time.perf_counter()
+        for _ in range(500):
+            one.add_(1.0)
+        if bench.cuda:
+            torch.cuda.current_stream(bench.device).synchronize()  # the others' streams go on
+        return (time.perf_counter() - start) / 500
+
+    with repeating(update):
+        return statistics.median([issue() for _ in range(10)][1:])
 
 
 @contextmanager
@@ -308,11 +374,10 @@ def measure_attention(bench: Bench) -> Figures:
 
 
 def measure_device_memory(bench: Bench) -> Figures:
-    """A pointwise operator on much memory, and on next to none."""
+    """A pointwise operator on much memory."""
     large = torch.zeros((256 if bench.cuda else 128) << 18, device=bench.device)
-    out, one = torch.empty_like(large), torch.zeros(1, device=bench.device)
-    seconds = bench.time(lambda: torch.add(large, 1.0, out=out))
-    return {"bandwidth": 2 * large.nbytes / seconds, "launch": bench.time(lambda: one.add_(1.0), 500)}
+    out = torch.empty_like(large)
+    return {"bandwidth": 2 * large.nbytes / bench.time(lambda: torch.add(large, 1.0, out=out))}
 
 
 def _table(found: Sequence[tuple[float, float]]) -> Table:

@@ -28,7 +28,7 @@ import torch
 from oomc.limits import device_memory, host_memory
 from oomc.runtime.pool import physical_cores
 
-FORMAT = 1
+FORMAT = 2
 """Of saved machines; a file of another format is measured anew."""
 
 
@@ -82,7 +82,8 @@ class Machine:
         copy_latency: seconds that a copy takes beside its bytes.
         copy_traffic: host memory bytes for each byte copied (2 where the device's memory is the host's own).
         host_bandwidth: bytes/s of host memory, shared by copies and cores.
-        update_rate: parameters/s of AdamW on the host alone, from gradients on the device.
+        update_rate: parameters/s of AdamW on the host alone, from gradients on the device. On a GPU all rates of
+            updates are those beside compute.
         update_bytes: host memory bytes for each of these parameters (gradient copies not counted).
         streamed_rate: parameters/s updated on the device with state streamed through, alone.
         both_rate: parameters/s of host and device together.
@@ -91,7 +92,7 @@ class Machine:
         attention_forward, attention_backward: FLOP/s of oomc::attention over the length of the sequence; FLOPs are
             those of visible pairs only, 2 products forward and 5 backward.
         bandwidth: bytes/s of device memory, as pointwise kernels reach it.
-        launch: seconds that each kernel takes beside its work.
+        launch: seconds that each kernel takes beside its work, while the host's cores update.
         device_memory, host_memory: bytes.
         cores: physical cores of the host.
         capability: CUDA's compute capability, which decides about kernels; of no meaning for the stand-in.
