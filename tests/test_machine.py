@@ -65,7 +65,9 @@ def test_a_machine_is_saved_and_loaded_exactly(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["m.json"]
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": 0, "machine": {}}', '{"format": 1, "machine": {}}'])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[1]", '{"format": 0, "machine": {}}', f'{{"format": {machine.FORMAT}, "machine": {{}}}}']
+)
 def test_a_file_that_is_no_machine_says_so(tmp_path: Path, text: str) -> None:
     path = tmp_path / "m.json"
     path.write_text(text)
@@ -94,5 +96,5 @@ def test_the_current_machine_is_the_measured_one_or_says_that_it_is_not(
 def test_another_torch_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     before = cache_path(cpu)
-    monkeypatch.setattr(machine, "FORMAT", 2)
+    monkeypatch.setattr(machine, "FORMAT", machine.FORMAT + 1)
     assert cache_path(cpu) != before
