@@ -2,8 +2,8 @@
 
 Between two events everything that is at work goes on at a constant rate, which the Machine's figures give:
 
-- each direction of the link has its rate, lower while the other direction is busy; a fetch and state that is streamed
-  through the device share a direction evenly;
+- each direction of the link has its rate, lower while the other direction is busy; where a fetch and state that is
+  streamed through the device share a direction, the fetch, which is one large copy, gets most of it;
 - host memory has one bandwidth. Copies win: the cores' update gets what they leave (measured on an H200: 4.1 G
   parameters/s alone, 2.3 to 2.7 with both directions busy);
 - the h2d and d2h lanes take one copy at a time, in order; updates are taken by priority, by host and device at once
@@ -24,6 +24,9 @@ Kind = Literal["copy", "keep", "sum"]
 HOST_BYTES: dict[Kind, float] = {"copy": 0.0, "keep": 1.0, "sum": 5.0}
 """Host memory bytes that the cores move for each byte of a gradient that arrives: kept ones are read for the norm,
 summed ones are read and added to an fp32 sum."""
+LARGE_SHARE = 0.75
+"""What a large copy gets of a direction of the link that it shares with state on its way through the device: 0.60 to
+0.86 in ten fetches of two recorded steps (docs/RESULTS.md)."""
 LEAST = 0.05
 """The share of its rate that the cores' update keeps, however busy the copies are."""
 EPSILON = 1e-12
@@ -103,7 +106,8 @@ class Rates:
         self.in_place = m.bandwidth / touched
         self.device = 0.0
         if device:
-            share_in, share_out = (link_in / 2 if fetch else link_in), (link_out / 2 if out else link_out)
+            share_in = (1 - LARGE_SHARE) * link_in if fetch else link_in
+            share_out = (1 - LARGE_SHARE) * link_out if out else link_out
             self.device = min(m.streamed_rate * 12.0 / moved, share_in / moved, share_out / moved)
         self.h2d = link_in - moved * self.device if fetch else 0.0
         self.d2h = link_out - moved * self.device - flow * m.d2h_both if out else 0.0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from oomc import contention
-from oomc.contention import EPSILON, HOST_BYTES, LEAST
+from oomc.contention import EPSILON, HOST_BYTES, LARGE_SHARE, LEAST
 from oomc.jit import jit
 
 _FILES = (contention.__file__, *(str(Path(__file__).with_name(f"quick_{x}.py")) for x in ("lanes", "memory", "step")))
@@ -49,8 +49,8 @@ def _rates(m: Any, where: int, fetch: bool, out: int, host: bool, device: bool, 
     link_out = m[D2H] - (m[D2H] - m[D2H_BOTH]) * busy_in
     by_device = 0.0
     if device:
-        share_in = link_in / 2 if fetch else link_in
-        share_out = link_out / 2 if out >= 0 else link_out
+        share_in = (1 - LARGE_SHARE) * link_in if fetch else link_in
+        share_out = (1 - LARGE_SHARE) * link_out if out >= 0 else link_out
         by_device = min(m[STREAMED] * 12.0 / moved, share_in / moved, share_out / moved)
     into = link_in - moved * by_device if fetch else 0.0
     leave = max(link_out - moved * by_device - flow * m[D2H_BOTH], LEAST * m[D2H]) if out >= 0 else 0.0

@@ -28,7 +28,7 @@ def _add(total, part, out, count, BLOCK: tl.constexpr):
 
 
 def add(total: Tensor, part: Tensor, out: Tensor) -> None:
-    """out = total + part, rounded to out's dtype; all lie alike, without holes, and `out` may be `total`."""
+    """out = total + part, rounded to out's dtype; all lie alike, without holes, and `out` may be one of them."""
     count = total.numel()
     if count:
         _add[triton.cdiv(count, _BLOCK),](total, part, out, count, BLOCK=_BLOCK, num_warps=8)

@@ -1,14 +1,13 @@
 """Adding a low-precision tensor to an fp32 sum: on CUDA one kernel that reads and writes each number once.
 
 torch's own kernels for two dtypes reach 2.2 TB/s on an H200 whose memory gives 3.8; and rounding the sum would be a
-pass of its own, which `rounded` saves.
+pass of its own, which `add_to` saves.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from oomc.private import FakeTensor
@@ -28,17 +27,13 @@ def add_(total: Tensor, part: Tensor) -> None:
         kernels.add(total, part, total)
 
 
-def rounded(total: Tensor, part: Tensor) -> Tensor:
-    """total + part, summed in fp32, in the dtype of `part`; `total` may be overwritten.
-
-    Args and strides are as for `add_`, those of the result as those of `total`.
-    """
+def add_to(part: Tensor, total: Tensor) -> None:
+    """part = total + part, summed in fp32 and rounded once; `total` may be overwritten. Args are as for `add_`."""
     kernels = _kernels(total, part)
     if kernels is None:
-        return total.add_(part).to(part.dtype)
-    out = torch.empty_like(total, dtype=part.dtype)
-    kernels.add(total, part, out)
-    return out
+        part.copy_(total.add_(part))
+    else:
+        kernels.add(total, part, part)
 
 
 def _kernels(total: Tensor, part: Tensor) -> Any:

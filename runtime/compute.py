@@ -7,6 +7,7 @@ last to first: each takes the states, or their gradients, that the one before it
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -131,7 +132,7 @@ class Total:
         self.value, self.dtype = memory, memory.dtype
 
     def add(self, part: torch.Tensor, tile: Tile, last: bool = False) -> None:
-        """Take in one tile's part, of the last tile or not (which only saves memory and time)."""
+        """Take in one tile's part. With `last`, of the last tile, in memory that nothing else has: it may be kept."""
         missing = [t for t in ("B", "S") if t not in self.tokens and tile.cuts(t)]
         again = any(self._comes_later(tile, t) for t in missing)
         if again and not self.adds:
@@ -159,10 +160,11 @@ class Total:
     def _sum(self, part: torch.Tensor, last: bool) -> None:
         """Add a low-precision part to the sum so far: fp32, or the other one of two parts."""
         assert self.value is not None
-        if self.value.dtype == part.dtype:
-            self.value = torch.add(self.value, part)  # as an fp32 sum that is rounded
+        if self.value.dtype == part.dtype:  # their sum is an fp32 one that is rounded
+            self.value = part.add_(self.value) if last else torch.add(self.value, part)
         elif last:
-            self.value = sums.rounded(self.value, part)
+            sums.add_to(part, self.value)
+            self.value = part
         else:
             sums.add_(self.value, part)
 
@@ -328,13 +330,27 @@ def run_chunks(
         part_args = [kind.part(arg, tile) for kind, arg in zip(kinds, args, strict=True)]
         parts = list(graph(*part_args, *carried.before(tile)))
         del part_args
+        own = _own_memory(parts, args) if tile is cover[-1] else [False] * len(parts)
         carried.after(parts)
         for index, total in enumerate(totals):
             part, parts[index] = parts[index], None
             if part is not None:
-                total.add(part, tile, last=tile is cover[-1])
+                total.add(part, tile, last=own[index])
         del parts, part
     return (*(total.take() for total in totals), *carried.states)
+
+
+def _own_memory(results: Sequence[Any], args: Sequence[Any]) -> list[bool]:
+    """Which results are all that lies in their memory."""
+
+    def memory(x: torch.Tensor) -> int:
+        return x.untyped_storage()._cdata
+
+    users = Counter(memory(x) for x in (*results, *args) if isinstance(x, torch.Tensor))
+    return [
+        isinstance(x, torch.Tensor) and users[memory(x)] == 1 and x.untyped_storage().nbytes() == x.nbytes
+        for x in results
+    ]
 
 
 def _run_whole(
