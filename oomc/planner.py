@@ -350,7 +350,10 @@ class Planner:
 
     def _checked_plan(self, source: Source, cut: int, plan: Plan, request: Request) -> Checked:
         program = scheduled(source.program, plan, request)
-        projection = (project_reserved if request.reserves else project)(program, source.profiler)
+        if request.reserves:
+            projection = project_reserved(program, source.profiler, request.allowed)
+        else:
+            projection = project(program, source.profiler)
         line = timeline.simulate(program, source.costs, request.updates, record=False)
         assert program.plan is not None
         slabs = sum(request.updates.host_bytes(s) for s in program.slabs if s.name not in plan.resident)
