@@ -16,7 +16,8 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -162,11 +163,14 @@ class Factors:
 
 
 class Costs:
-    """Costs of a program's forms on a machine. Everything is computed once and kept.
+    """Costs of a program's forms on a machine whose cores do not update meanwhile, each computed once and kept.
 
     Attributes:
         factors: how much longer than estimated graphs take on this device, where that was measured.
+        idle: of what `while_updating` has made, the costs that it was made from.
     """
+
+    idle: Costs | None = None
 
     def __init__(
         self, program: Program, machine: Machine, backend: str = "eager", factors: Factors | None = None
@@ -178,6 +182,23 @@ class Costs:
         self._forms: dict[tuple[str, str], FormCost] = {}
         self._bytes: dict[tuple[Any, ...], Callable[[int, int], list[float]]] = {}
         self._seconds: dict[tuple[str, str, tuple[int, int], tuple[int, int] | None], float] = {}
+
+    @cached_property
+    def while_updating(self) -> Costs:
+        """The same while the host's cores update: launches take longer."""
+        machine = replace(self.machine, launch=self.machine.launch_busy)
+        busy = Costs(self.program, machine, self.backend, self.factors)
+        busy.idle, busy._forms, busy._bytes = self, self._forms, self._bytes
+        return busy
+
+    def of_step(self, program: Program) -> Costs:
+        """Those of a step whose plan is made: whether cores update depends on where the state lives."""
+        plan, costs = program.plan, self.idle or self
+        assert plan is not None
+        trained = (slab.name for slab in program.slabs if slab.layout.gradient_bytes(wide=False))
+        if plan.where == "device" or all(name in plan.resident for name in trained):
+            return costs
+        return costs.while_updating
 
     def of(self, form: str, variant: str) -> FormCost:
         """The cost of a form's graph: `forward`, `recompute` or `backward`."""

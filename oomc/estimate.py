@@ -281,7 +281,7 @@ class Estimator:
             state.check_host(program, plan.resident)
             cut = scheduled.bare
             costs = self._costs.setdefault(id(cut), Costs(cut, self.machine, self._backend))
-            line = simulate(program, costs, state.size_updates(cut))
+            line = simulate(program, costs.of_step(program), state.size_updates(cut))
         host = state.host_needed(program, plan.resident)
         peak = self._compiler.in_all(projection.held)
         device = device_rows(program, projection)

@@ -92,7 +92,8 @@ class Machine:
         attention_forward, attention_backward: FLOP/s of oomc::attention over the length of the sequence; FLOPs are
             those of visible pairs only, 2 products forward and 5 backward.
         bandwidth: bytes/s of device memory, as pointwise kernels reach it.
-        launch: seconds that each kernel takes beside its work, while the host's cores update.
+        launch: seconds that each kernel takes beside its work.
+        launch_busy: the same while the host's cores update, which the thread that issues waits for.
         device_memory, host_memory: bytes.
         cores: physical cores of the host.
         capability: CUDA's compute capability, which decides about kernels; of no meaning for the stand-in.
@@ -119,7 +120,8 @@ class Machine:
     copy_latency: float = 5e-6
     copy_traffic: float = 1.0
     update_bytes: float = 26.0
-    launch: float = 4e-6
+    launch: float = 7e-6
+    launch_busy: float = 20e-6
     capability: tuple[int, int] = (9, 0)
     source: str = "measured"
 
@@ -241,7 +243,7 @@ _CPU = replace(
     ),
     grouped=(),
     attention_forward=Table((128, 1024), (60e9, 120e9)), attention_backward=Table((128, 1024), (60e9, 120e9)),
-    bandwidth=20e9, launch=5e-6, device_memory=32 * _GIB, host_memory=32 * _GIB, cores=8,
+    bandwidth=20e9, launch=5e-6, launch_busy=5e-6, device_memory=32 * _GIB, host_memory=32 * _GIB, cores=8,
     source="analytic, a CPU of 8 cores",
 )  # fmt: skip
 

@@ -259,8 +259,11 @@ class Planner:
         """A cut's program with what was found about it."""
         if cut not in self._sources:
             given = cuts[cut]()
-            self._sources[cut] = given and Source(*given, Costs(given[0], self.machine, self.backend, self.factors))
+            self._sources[cut] = given and Source(*given, self._costs(given[0]).while_updating)
         return self._sources[cut]
+
+    def _costs(self, program: Program) -> Costs:
+        return Costs(program, self.machine, self.backend, self.factors)
 
     def _tilings(self, cuts: Sequence[Cut], cut: int, request: Request, tokens: Sequence[int]) -> list[tuple[int, Any]]:
         """Ways to run a cut's program in chunks once each."""
@@ -354,7 +357,7 @@ class Planner:
             projection = project_reserved(program, source.profiler, request.allowed)
         else:
             projection = project(program, source.profiler)
-        line = timeline.simulate(program, source.costs, request.updates, record=False)
+        line = timeline.simulate(program, source.costs.of_step(program), request.updates, record=False)
         assert program.plan is not None
         slabs = sum(request.updates.host_bytes(s) for s in program.slabs if s.name not in plan.resident)
         host = slabs + request.updates.host_fixed + program.plan.host_value_bytes

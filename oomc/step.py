@@ -837,7 +837,9 @@ class Step:
         assert scheduled is not None
         if self._rates is None or self._rates[0] is not scheduled or self._rates[1].machine != own:
             costs = Costs(scheduled.program, own, self._options.backend, self._compiler.factors)
-            line = simulate(scheduled.program, costs, self._state.size_updates(scheduled.bare))
+            line = simulate(
+                scheduled.program, costs.of_step(scheduled.program), self._state.size_updates(scheduled.bare)
+            )
             self._rates = scheduled, Rates(own, line, self._compiler.factors.describe())
         return self._rates[1]
 
