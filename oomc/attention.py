@@ -10,8 +10,8 @@ Query i stands at position i + T - S (the queries are the last S of T positions)
 Scores are scale * q.k, then softcap * tanh(scores / softcap). A sink is one more logit of its head that takes part in
 the softmax's denominator and carries no value (GPT-OSS).
 
-Key-value heads are never expanded. The tiled form below holds scores for a bounded number of queries; the kernels of
-cuDNN and flash attention (attention_kernels.py) are used on CUDA where they can express the call.
+Key-value heads are never expanded. The tiled form below holds scores for a bounded number of queries. On CUDA it serves
+for fp32 and very wide heads; all else takes a kernel of cuDNN, of flash attention or our own (attention_kernels.py).
 """
 
 from __future__ import annotations
@@ -197,6 +197,8 @@ def _forward(
     """Body of `oomc::attention`: out [B, Hq, S, Dv] in q's dtype and lse [B, Hq, S] in fp32 (fp64 for fp64)."""
     _check(q, k, v, sinks, segments, causal, window)
     kernel = kernels.choose(q, k, v, segments is not None or sinks is not None, causal, window, softcap)
+    if kernel == "triton":
+        return kernels.own_forward(q, k, v, sinks, segments, scale, causal, window, softcap)
     if kernel != "tiled":
         out, lse = kernels.forward(kernel, q, k, v, scale, causal, window)
         return _as_heads_inside(out), lse.contiguous()
@@ -282,6 +284,11 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and sinks; with `in_place`, the first three in the memory of q, k and v."""
     kernel = kernels.choose(q, k, v, segments is not None or sinks is not None, causal, window, softcap)
+    if kernel == "triton":
+        dq, dk, dv, delta = kernels.own_backward(
+            dout, q, k, v, out, lse, segments, scale, causal, window, softcap, in_place
+        )  # fmt: skip
+        return dq, dk, dv, _sink_gradient(sinks, lse, delta)
     if kernel != "tiled":
         found = kernels.backward(kernel, dout, q, k, v, out, lse, scale, causal, window, in_place)
         dq, dk, dv = found if in_place else map(_as_heads_inside, found)

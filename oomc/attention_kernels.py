@@ -1,10 +1,11 @@
-"""The attention kernels of torch's CUDA build, behind three functions.
+"""Attention's kernels for CUDA: those of torch's build, and our own for calls that these do not take.
 
 The backward kernels sum the gradient of q in fp32, in memory of their own. So that this does not grow with the batch
 and the context, a call is made for so many batch rows and heads at once as keep it small.
 
-Everything here uses private operators of ATen; tests/test_attention.py checks that their schemas are the ones written
-for, so that a new torch fails there and not in a training run. Both take grouped KV heads as they are.
+cuDNN and flash attention are private operators of ATen; tests/test_attention.py checks that their schemas are the ones
+written for, so that a new torch fails there and not in a training run. Sinks, packed segments and soft caps, and
+queries that are the last of longer keys, go to oomc.triton_attention. All take grouped KV heads as they are.
 """
 
 from __future__ import annotations
@@ -22,30 +23,37 @@ from oomc.private import FakeTensor
 
 WORKSPACE_BYTES = 256 << 20
 """Most that one call takes for the fp32 sum of the gradient of q."""
+WIDEST = 256
+"""Elements of a head that our own kernel takes at most."""
 FARTHEST = 1 << 31
 """Elements between the first and the last of what a kernel gets are fewer."""
-Kernel = Literal["cudnn", "flash", "tiled"]
+Kernel = Literal["cudnn", "flash", "triton", "tiled"]
 _aten = torch.ops.aten
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, special: bool, causal: bool, window: int | None, softcap: float) -> Kernel:
     """The kernel for a call: a function of shapes, dtype and device only, so that both directions agree.
 
-    `special` is whether there are segments, which the kernels do not know, or sinks: rescaling the kernels' outputs by
-    a sink rounds them twice, which puts the sink's own gradient out of the bf16 tolerance (measured on an H200: 1.7
+    `special` is whether there are segments, which the libraries' kernels do not know, or sinks: rescaling their outputs
+    by a sink rounds them twice, which puts the sink's own gradient out of the bf16 tolerance (measured on an H200: 1.7
     times eager's error).
     """
     if target.kind(q.device) != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
         return "tiled"
-    # The kernels align a causal mask in different corners when S and T differ.
-    if special or softcap or (causal and q.shape[2] != k.shape[2]):
-        return "tiled"
     size, v_size = q.shape[3], v.shape[3]
+    # The libraries' kernels align a causal mask in different corners when S and T differ.
+    if special or softcap or (causal and q.shape[2] != k.shape[2]):
+        return "triton" if takes(q.dtype, size, v_size) and q.shape[2] <= k.shape[2] else "tiled"
     if window is None and target.has_cudnn() and size <= 128 and v_size <= 128 and size % 8 == 0 and v_size % 8 == 0:
         return "cudnn"
     if size % 8 == 0 and size <= 256 and v_size <= size:
         return "flash"
     return "tiled"
+
+
+def takes(dtype: torch.dtype, size: int, v_size: int) -> bool:
+    """Whether oomc.triton_attention takes heads of these sizes."""
+    return dtype in (torch.bfloat16, torch.float16) and max(size, v_size) <= WIDEST
 
 
 def _rows_outside(x: Tensor) -> Tensor:
@@ -230,3 +238,46 @@ def _backward(
         scale=scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.narrow(-1, 0, v.shape[3]).transpose(1, 2)
+
+
+def own_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, segments: Tensor | None, scale: float, causal: bool,
+    window: int | None, softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out [B, Hq, S, Dv], heads inside, and lse [B, Hq, S] in fp32, by oomc.triton_attention."""
+    q, k, v = map(_unit_stride, (q, k, v))
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    segments = None if segments is None else segments.contiguous()
+    if out.numel() and not isinstance(q, FakeTensor):
+        from oomc import triton_attention
+
+        triton_attention.forward(q, k, v, sinks, segments, out, lse, scale, causal, window, softcap)
+    return out, lse
+
+
+def own_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor | None, scale: float,
+    causal: bool, window: int | None, softcap: float, in_place: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, heads inside or in the memory of q, k and v, and the rows' sums of dout * out, [B, Hq, S] in fp32.
+
+    Both kernels read k and v, so that dk and dv are copied there at the end; dq is written where its queries were.
+    """
+    given = q, k, v
+    dout, q, k, v, out = map(_unit_stride, (dout, q, k, v, out))
+    dq = q if in_place else _empty_heads_inside(q)
+    dk, dv, delta = _empty_heads_inside(k), _empty_heads_inside(v), torch.empty_like(lse)
+    segments = None if segments is None else segments.contiguous()
+    if not isinstance(q, FakeTensor):
+        from oomc import triton_attention
+
+        triton_attention.backward(
+            dout, q, k, v, out, lse, segments, delta, dq, dk, dv, scale, causal, window, softcap
+        )  # fmt: skip
+    if not in_place:
+        return dq, dk, dv, delta
+    for memory, gradient in zip(given, (dq, dk, dv), strict=True):
+        if memory is not gradient:
+            memory.copy_(gradient)
+    return (*given, delta)

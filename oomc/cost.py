@@ -136,8 +136,12 @@ def _rate(machine: Machine, call: Call, size: float, flops: float) -> float:
         return machine.grouped_rate(call.dtype, size, flops)
     if _tiled(machine, call):
         return machine.gemm_rate("f32", flops)
-    table = machine.attention_backward if call.kind == "attention_backward" else machine.attention_forward
-    return table.at(size)
+    table = machine.attention_backward if call.kind.endswith("_backward") else machine.attention_forward
+    return table.at(size) * (OWN_ATTENTION if call.kind.startswith("triton") and not machine.on_host else 1.0)
+
+
+OWN_ATTENTION = 0.5
+"""The rate of oomc.triton_attention by that of cuDNN: a guess, not measured yet."""
 
 
 @dataclass

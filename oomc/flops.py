@@ -19,10 +19,10 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oomc import ops, private, target
+from oomc import attention_kernels, ops, private, target
 from oomc.worksets import dtype_name
 
-Kind = Literal["gemm", "grouped", "attention", "attention_backward", "tiled", "memory"]
+Kind = Literal["gemm", "grouped", "attention", "attention_backward", "triton", "triton_backward", "tiled", "memory"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Call:
     """One kernel, or several alike.
 
     Attributes:
-        kind: which rate of the machine it has; `tiled` is attention that no kernel of cuDNN or flash takes.
+        kind: which rate of the machine it has; `triton` is attention that no kernel of cuDNN or flash takes, `tiled`
+            what our own does not take either.
         dtype: of what is multiplied.
         flops: multiplications and additions, each counted; 0 where only memory counts.
         bytes: read and written.
@@ -185,7 +186,10 @@ def _attention(name: str, args: Sequence[Any], out: Any) -> list[Call]:
     of_q, of_v = _size(q, 3), _size(v, 3)
     # forward: q k, p v; backward: q k again, dv, dp, dq, dk
     flops = 2 * pairs * ((3 * of_q + 2 * of_v) if backward else (of_q + of_v))
-    kind: Kind = "tiled" if sinks is not None or segments is not None or softcap else name  # type: ignore[assignment]
+    kind: Kind = name  # type: ignore[assignment]
+    if sinks is not None or segments is not None or softcap:
+        ours = attention_kernels.takes(q.dtype, q.shape[3], v.shape[3])
+        kind = "tiled" if not ours else "triton_backward" if backward else "triton"
     moved = nbytes([args, out])
     if kind == "tiled":  # scores in fp32 pass through memory: written, masked, exponentiated, summed, multiplied
         moved = moved + 4 * pairs * (16 if backward else 8)

@@ -7,7 +7,7 @@ specialised for, so that a kernel is compiled once for each combination of dtype
 multiples of 16 or not, for wide loads), not for each step.
 
 Tiles are of [ROWS, 64] elements: a row is a block of the 8-bit state. Triton is imported here, in
-oomc.expert_kernels and in oomc.sum_kernels.
+oomc.expert_kernels, oomc.sum_kernels and oomc.triton_attention.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

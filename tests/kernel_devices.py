@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -16,3 +17,19 @@ DEVICES = [
         "cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter"), id="interpreted"
     ),
 ]
+
+
+@pytest.fixture
+def loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds of loops that are computed: Triton's interpreter has them as arrays, which numpy no longer takes."""
+    if not INTERPRETED:
+        return
+    from triton.runtime import interpreter  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from oomc import attention as module
 from oomc import attention_kernels as kernels
+from oomc import target
 from oomc.attention import attention, attention_backward, attention_backward_in_place
 from oomc.errors import UnsupportedError
 from oomc.opdef import BODIES
@@ -201,6 +202,26 @@ def test_kernels_take_fake_cuda_tensors(options: tuple[bool, int | None, float])
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape, (0,)]
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_our_own_kernel_takes_fake_tensors(in_place: bool) -> None:
+    """What it allocates, without a GPU: lies as models want it, and gradients where q, k and v are if asked for."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), target.planning_for((9, 0)):
+        q, k, v = (torch.empty(2, 33, h, 64, dtype=torch.bfloat16).transpose(1, 2) for h in (8, 2, 2))
+        sinks, segments = torch.empty(8), torch.empty(2, 33, dtype=torch.int64)
+        options = (segments, 0.3, True, None, 0.0)
+        out, lse = BODIES[attention](q, k, v, sinks, *options)
+        body = BODIES[attention_backward_in_place if in_place else module.attention_backward]
+        found = body(out, q, k, v, out, lse, sinks, *options)
+    assert out.shape == (2, 8, 33, 64) and out.transpose(1, 2).is_contiguous() and lse.dtype == torch.float32
+    if in_place:
+        assert found.shape == sinks.shape
+    else:
+        assert [g.shape for g in found] == [q.shape, k.shape, v.shape, sinks.shape]
+        assert [g.stride() for g in found[:3]] == [q.stride(), k.stride(), v.stride()]
+
+
 def _last(x: Tensor) -> int:
     """The largest offset within a tensor, in elements."""
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -219,11 +240,8 @@ def test_kernels_get_no_offset_past_32_bits() -> None:
                 seen.extend((str(func), x) for x in args if isinstance(x, Tensor))
             return func(*args, **(kwargs or {}))
 
-    with FakeTensorMode():
-        q, k, v = (
-            torch.empty(1, 1 << 20, heads, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-            for heads in (32, 4, 4)
-        )
+    with FakeTensorMode(), target.planning_for((9, 0)):
+        q, k, v = (torch.empty(1, 1 << 20, h, 128, dtype=torch.bfloat16).transpose(1, 2) for h in (32, 4, 4))
         assert _last(q) >= 1 << 31
         with Watch():
             out, lse = kernels.forward("flash", q, k, v, 0.1, True, None)
@@ -259,13 +277,13 @@ def test_cuda_far_offsets(kernel: kernels.Kernel) -> None:
 CUDA_CASES: dict[str, tuple[dict[str, Any], tuple[int, int], str]] = {
     "plain": ({}, (128, 128), "cudnn"),
     "full": ({"causal": False}, (64, 64), "cudnn"),
-    "sinks": ({"sinks": True}, (64, 64), "tiled"),
+    "sinks": ({"sinks": True}, (64, 64), "triton"),
     "window": ({"window": 50}, (64, 64), "flash"),
-    "window and sinks": ({"window": 50, "sinks": True}, (64, 64), "tiled"),
+    "window and sinks": ({"window": 50, "sinks": True}, (64, 64), "triton"),
     "MLA": ({}, (192, 128), "flash"),
     "small values": ({}, (64, 32), "cudnn"),
-    "softcap": ({"softcap": 3.0}, (64, 64), "tiled"),
-    "segments": ({"segments": True}, (64, 64), "tiled"),
+    "softcap": ({"softcap": 3.0}, (64, 64), "triton"),
+    "segments": ({"segments": True}, (64, 64), "triton"),
 }
 
 

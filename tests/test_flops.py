@@ -90,6 +90,10 @@ def test_attention_is_that_of_torchs_counter_where_all_is_visible() -> None:
 
 
 def test_attention_without_a_kernel_moves_its_scores() -> None:
+    """In fp32, and with heads so wide that none is made for them."""
+    for q, kind in ((torch.randn(1, 1, 32, 8).bfloat16(), "triton"), (torch.randn(1, 1, 32, 257).bfloat16(), "tiled")):
+        (call,) = calls(ops.attention, (q, q, q, None, None, 1.0, True, None, 5.0), {}, (q, q[..., 0]))
+        assert call.kind == kind
     q = torch.randn(1, 1, 32, 8)
     plain = calls(ops.attention, (q, q, q, None, None, 1.0, True, None, 0.0), {}, (q, q[..., 0]))
     capped = calls(ops.attention, (q, q, q, None, None, 1.0, True, None, 5.0), {}, (q, q[..., 0]))

@@ -18,7 +18,7 @@ import oomc
 
 ROOT = Path(__file__).parent.parent
 MAPPED = ("passes", "runtime", "models")
-KERNELS = {"oomc.runtime.triton_kernels", "oomc.expert_kernels", "oomc.sum_kernels"}
+KERNELS = {"oomc.runtime.triton_kernels", "oomc.expert_kernels", "oomc.sum_kernels", "oomc.triton_attention"}
 NEEDS_CUDA = set() if importlib.util.find_spec("triton") else KERNELS
 """triton comes with torch's CUDA builds only."""
 MODULES = sorted({module.name for module in pkgutil.walk_packages(oomc.__path__, "oomc.")} - set(NEEDS_CUDA))
