@@ -353,10 +353,7 @@ class Planner:
 
     def _checked_plan(self, source: Source, cut: int, plan: Plan, request: Request) -> Checked:
         program = scheduled(source.program, plan, request)
-        if request.reserves:
-            projection = project_reserved(program, source.profiler, request.allowed)
-        else:
-            projection = project(program, source.profiler)
+        projection = (project_reserved if request.reserves else project)(program, source.profiler)
         line = timeline.simulate(program, source.costs.of_step(program), request.updates, record=False)
         assert program.plan is not None
         slabs = sum(request.updates.host_bytes(s) for s in program.slabs if s.name not in plan.resident)

@@ -155,19 +155,12 @@ class Replay:
         self._events += [(GIVE, block) for block in own.values()]
 
 
-def project_reserved(program: Program, profiler: Profiler, allowed: int | None = None) -> Projection:
-    """The projection of a scheduled step graph with what torch's allocator reserves for it on a GPU.
-
-    Once more than `allowed` is found, nothing more is sought.
-    """
+def project_reserved(program: Program, profiler: Profiler) -> Projection:
+    """The projection of a scheduled step graph with what torch's allocator reserves for it on a GPU."""
     walk = Walk(program, profiler)
     projection = walk.run()
     replay = Replay(walk)
-    reserved = limit = 0
-    for seed in range(1 + DISTURBED):
-        allocator = replay.disturbed(seed) if seed else replay.run()
-        reserved, limit = max(reserved, allocator.reserved), max(limit, allocator.limit)
-        more = int(HEADROOM * reserved) + OTHERS
-        if allowed is not None and reserved + more > allowed:
-            break
+    found = [replay.run(), *(replay.disturbed(seed) for seed in range(DISTURBED))]
+    reserved, limit = max(a.reserved for a in found), max(a.limit for a in found)
+    more = int(HEADROOM * reserved) + OTHERS
     return replace(projection, reserved=reserved + more, limit=limit + more)

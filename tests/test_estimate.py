@@ -116,7 +116,7 @@ def test_the_smallest_device_budget_works_and_less_does_not() -> None:
 @pytest.fixture
 def unpaged(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is allocated counts: a page of the allocator would hold the state of a model as small as this."""
-    monkeypatch.setattr(planner, "project_reserved", lambda program, profiler, allowed: project(program, profiler))
+    monkeypatch.setattr(planner, "project_reserved", project)
 
 
 @pytest.mark.usefixtures("unpaged")

@@ -96,13 +96,10 @@ def test_what_is_disturbed_counts() -> None:
     walk = Walk(program, profiler)
     walk.run()
     replay = Replay(walk)
-    found = [replay.run().reserved, *(replay.disturbed(1 + seed).reserved for seed in range(DISTURBED))]
+    found = [replay.run().reserved, *(replay.disturbed(seed).reserved for seed in range(DISTURBED))]
     assert max(found) > found[0]  # a tiny model, whose own allocations are all small
     wanted = max(found) + int(HEADROOM * max(found)) + OTHERS
     assert project_reserved(program, profiler).reserved == wanted
-    assert project_reserved(program, profiler, wanted).reserved == wanted
-    little = project_reserved(program, profiler, 1).reserved
-    assert little == found[0] + int(HEADROOM * found[0]) + OTHERS  # too much already
 
 
 @pytest.mark.parametrize("name", ["mlp", "qwen3_moe"])
