@@ -252,15 +252,13 @@ def retire(
 
 @njit
 def retire_carried(
-    slab: int, which: int, leaving: Any, leaving_kind: Any, part_slab: Any, m: Any, where: int, clock: Any,
+    slab: int, which: int, leaving: Any, leaving_kind: Any, parts: Any, given: Any, m: Any, where: int, clock: Any,
     copies: Any, queue: Any, ends: Any, jobs: Any, active: Any, pending: Any, rates: Any, compute: float, issue: float,
 ) -> Any:  # fmt: skip
-    """The gradients of the step before of a slab must have left."""
-    for b in range(part_slab.shape[0]):
-        for k in range(part_slab.shape[1]):
-            if part_slab[b, k] == slab:
-                compute, issue = retire(
-                    b, k, which, leaving, leaving_kind, m, where, clock, copies, queue, ends, jobs, active, pending,
-                    rates, compute, issue, True,
-                )  # fmt: skip
+    """The gradients of the step before of a slab must have left; `parts` of blocks' gradients are its."""
+    for i in range(given[slab]):
+        compute, issue = retire(
+            parts[slab, i, 0], parts[slab, i, 1], which, leaving, leaving_kind, m, where, clock, copies, queue, ends,
+            jobs, active, pending, rates, compute, issue, True,
+        )  # fmt: skip
     return compute, issue

@@ -63,7 +63,22 @@ def step_seconds(
     ends = np.zeros((2, 2), np.int64)
     jobs = np.empty((STEPS * (n * width + slabs) + 1, 10))
     active = np.empty(jobs.shape[0], np.int64)
-    pending = np.zeros((slabs, 2 + STEPS * n), np.int64)
+    given = np.zeros(slabs, np.int64)  # how many parts of gradients are each slab's
+    most_given = 0
+    for b in range(n):
+        for k in range(width):
+            if part_slab[b, k] >= 0:
+                given[part_slab[b, k]] += 1
+                most_given = max(most_given, given[part_slab[b, k]])
+    parts = np.empty((slabs, most_given, 2), np.int64)  # which ones, in order
+    given[:] = 0
+    for b in range(n):
+        for k in range(width):
+            slab = part_slab[b, k]
+            if slab >= 0:
+                parts[slab, given[slab], 0], parts[slab, given[slab], 1] = b, k
+                given[slab] += 1
+    pending = np.zeros((slabs, 2 + STEPS * (most_given + 1)), np.int64)
     leaving = np.full((2, n, width), -1, np.int64)  # this step's and the step before's, by block: job, or copy - 2
     leaving_kind = np.zeros((2, n, width), np.int64)
     clock = np.zeros(6)
@@ -153,7 +168,7 @@ def step_seconds(
                 slab = found[begun, 0]
                 if ahead:
                     compute, issue = retire_carried(
-                        slab, before, leaving, leaving_kind, part_slab, m, where, clock, copies, queue, ends, jobs,
+                        slab, before, leaving, leaving_kind, parts, given, m, where, clock, copies, queue, ends, jobs,
                         active, pending, rates, compute, issue,
                     )  # fmt: skip
                 item = fetched[begun]
@@ -172,7 +187,7 @@ def step_seconds(
                     continue
                 if ahead:
                     compute, issue = retire_carried(
-                        slab, before, leaving, leaving_kind, part_slab, m, where, clock, copies, queue, ends, jobs,
+                        slab, before, leaving, leaving_kind, parts, given, m, where, clock, copies, queue, ends, jobs,
                         active, pending, rates, compute, issue,
                     )  # fmt: skip
                 latest = 0.0
