@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from oomc import meta, private
-from oomc.fxutil import is_mutating
+from oomc.fxutil import OfValues, is_mutating
 from oomc.match import op_name
 
 Token = Literal["B", "S"]
@@ -231,12 +231,13 @@ class Analysis:
     ) -> None:
         self.symbols = symbols
         self.flows: dict[fx.Node, Flow] = {}
+        self._layout_of = OfValues(symbols.layout)
         for node in graph.nodes:
             if meta.is_size(node) or node.op == "output":
                 continue
             if node.op != "call_function":
                 known = (given or {}).get(node)
-                self.flows[node] = Flow((known if known is not None else symbols.layout(meta.value(node)),))
+                self.flows[node] = Flow((known if known is not None else self._layout_of(meta.value(node)),))
             else:
                 self.flows[node] = self._flow(node, rules)
 
@@ -249,7 +250,7 @@ class Analysis:
     def by_size(self, node: fx.Node) -> tuple[Layout | None, ...]:
         """The layouts that a node's values say."""
         val = meta.value(node)
-        return tuple(self.symbols.layout(v) for v in (val if isinstance(val, tuple | list) else [val]))
+        return tuple(self._layout_of(v) for v in (val if isinstance(val, tuple | list) else [val]))
 
     def _flow(self, node: fx.Node, rules: Mapping[str, Rule]) -> Flow:
         inputs = [n for n in node.all_input_nodes if n in self.flows]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,17 @@ def external_inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return list(found)
 
 
-def extract(workset: Workset, parameters: set[fx.Node], analysis: Analysis) -> Form:
-    """Make the workset's form, and fill in what the workset passes to it."""
+def extract(
+    workset: Workset, parameters: set[fx.Node], analysis: Analysis, text_of: Callable[[Any], str] | None = None
+) -> Form:
+    """Make the workset's form, and fill in what the workset passes to it.
+
+    Args:
+        workset: of a graph.
+        parameters: of the graph.
+        analysis: of the graph.
+        text_of: `describe`, where it is known of many values already.
+    """
     symbols = analysis.symbols
     sizes: dict[Any, fx.Node] = {}
     mapping: dict[fx.Node, Any] = {}
@@ -65,18 +74,19 @@ def extract(workset: Workset, parameters: set[fx.Node], analysis: Analysis) -> F
     if workset.chunk:
         form.output_layouts = tuple(analysis.layout(n) for n in workset.outputs)
         form.reduced = tuple(analysis.flows[n].sums for n in workset.outputs)
-    form.key = workset.form = structure_key(form)
+    form.key = workset.form = structure_key(form, text_of)
     return form
 
 
-def structure_key(form: Form) -> str:
+def structure_key(form: Form, text_of: Callable[[Any], str] | None = None) -> str:
     """A short name that two forms share if and only if their graphs, dtypes, shapes and constants are the same."""
-    digest = hashlib.sha256(structure_text(form).encode()).hexdigest()
+    digest = hashlib.sha256(structure_text(form, text_of).encode()).hexdigest()
     return f"form_{digest[:8]}"
 
 
-def structure_text(form: Form) -> str:
+def structure_text(form: Form, text_of: Callable[[Any], str] | None = None) -> str:
     """The graph as text, with nodes numbered in order and everything that computation depends on."""
+    text_of = text_of or describe
     numbers: dict[fx.Node, str] = {}
     lines = [f"chunk={form.chunk} {form.output_layouts} {form.reduced}"]
     inputs = iter(form.inputs)
@@ -84,12 +94,12 @@ def structure_text(form: Form) -> str:
         numbers[node] = f"%{len(numbers)}"
         if node.op == "placeholder":
             info = next(inputs)
-            lines.append(f"{numbers[node]} = {info} {describe(meta.value(node))}")
+            lines.append(f"{numbers[node]} = {info} {text_of(meta.value(node))}")
         elif node.op == "output":
             lines.append(f"return {_args(node.args, numbers)}")
         else:
             text = f"{node.target}({_args(node.args, numbers)}, {_args(node.kwargs, numbers)})"
-            lines.append(f"{numbers[node]} = {text} -> {describe(meta.value(node))}")
+            lines.append(f"{numbers[node]} = {text} -> {text_of(meta.value(node))}")
     return "\n".join(lines)
 
 

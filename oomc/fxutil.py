@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import operator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from oomc import meta, private
+
+T = TypeVar("T")
 
 
 def is_mutating(node: fx.Node) -> bool:
@@ -52,6 +55,35 @@ def values(tree: Any) -> Any:
     return pytree.tree_map_only(fx.Node, meta.value, tree)
 
 
+class OfValues(Generic[T]):
+    """A function of what stands for nodes' values, computed once for each: copies of a layer share them."""
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        self._function = function
+        self._known: dict[int, tuple[Any, T]] = {}
+
+    def __call__(self, val: Any) -> T:
+        if id(val) not in self._known:
+            self._known[id(val)] = val, self._function(val)  # it is held, or its id might become another's
+        return self._known[id(val)][1]
+
+
+class Results:
+    """What stands for results of calls, computed once for each operator and values that it is given."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+    def of(self, graph: fx.Graph, op: Any, args: Any, kwargs: Any) -> Any:
+        """What stands for the result of `op` on what stands for values of the graph."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        key = op, spec, *((type(x), x) if isinstance(x, int | float) else id(x) for x in leaves)
+        if key not in self._known:
+            with private.enable_python_dispatcher(), fake_mode_of(graph):
+                self._known[key] = leaves, op(*args, **kwargs)  # the leaves are held for their ids
+        return self._known[key][1]
+
+
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """A copy of a graph, with each node's own dict of metadata.
 
@@ -69,13 +101,13 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def insert_call(
-    graph: fx.Graph, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, like: fx.Node | None = None
-) -> fx.Node:
+    graph: fx.Graph, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, like: fx.Node | None = None,
+    results: Results | None = None,
+) -> fx.Node:  # fmt: skip
     """Insert `op(*args, **kwargs)` at the graph's insertion point, with its fake value and the origin of `like`."""
     kwargs = kwargs or {}
     node = graph.call_function(op, args, kwargs)
-    with private.enable_python_dispatcher(), fake_mode_of(graph):
-        meta.set_value(node, op(*values(args), **values(kwargs)))
+    meta.set_value(node, (results or Results()).of(graph, op, values(args), values(kwargs)))
     if like is not None:
         meta.copy_origin(node, like)
     return node

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import MethodType
@@ -109,6 +109,11 @@ def comes_before(one: torch.fx.Node, other: torch.fx.Node) -> bool:
     Public only by numbering all the nodes, which takes longer than everything else that is asked of a large graph.
     """
     return bool(one < other)
+
+
+def in_order(nodes: Iterable[torch.fx.Node]) -> list[torch.fx.Node]:
+    """Nodes as they stand in their graph; public likewise."""
+    return sorted(nodes)
 
 
 def lazy_module(graph: torch.fx.Graph, name: str, root: torch.nn.Module | None = None) -> torch.fx.GraphModule:

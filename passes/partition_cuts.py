@@ -14,8 +14,9 @@ levels, as what mixes positions.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -65,17 +66,21 @@ class Part:
     fences: tuple[str, ...] = ()
 
 
-def cut(nodes: list[fx.Node], analysis: Analysis, parameters: set[fx.Node], whole: bool = False) -> list[Part]:
+def cut(
+    nodes: list[fx.Node], analysis: Analysis, parameters: set[fx.Node], whole: bool = False,
+    bytes_of: Callable[[Any], int] = rough_bytes,
+) -> list[Part]:  # fmt: skip
     """The worksets of a block, in order of execution. Views that several worksets use are copied in the graph.
 
-    With `whole`, a block that can run in chunks of rows, or of tokens, is one workset.
+    With `whole`, a block that can run in chunks of rows, or of tokens, is one workset. `bytes_of` is `rough_bytes`,
+    where it is known of many values already.
     """
-    parts = _parts(_Cut(nodes, analysis, parameters), whole)
+    parts = _parts(_Cut(nodes, analysis, parameters, bytes_of), whole)
     if all(part.chunk == "tokens" or not any(analysis.flows[n].ordered for n in part.nodes) for part in parts):
         return parts
     left = {n for part in parts for n in part.nodes}
     nodes = [n for n in nodes[0].graph.nodes if n in left]
-    return _parts(_Cut(nodes, analysis, parameters, in_order=False), whole)
+    return _parts(_Cut(nodes, analysis, parameters, bytes_of, in_order=False), whole)
 
 
 def _parts(cutter: _Cut, whole: bool) -> list[Part]:
@@ -89,6 +94,7 @@ class _Cut:
     nodes: list[fx.Node]
     analysis: Analysis
     parameters: set[fx.Node]
+    bytes_of: Callable[[Any], int]
     in_order: bool = True
     level: dict[fx.Node, int] = field(default_factory=dict)
     group: dict[fx.Node, str] = field(default_factory=dict)
@@ -213,7 +219,7 @@ class _Cut:
         if it stays, and its value, which costs its bytes if the node stays and a user does not.
         """
         index = {n: i for i, n in enumerate(nodes)}
-        costs = {n: 0 if n in self.cheap else rough_bytes(meta.value(n)) for n in nodes}
+        costs = {n: 0 if n in self.cheap else self.bytes_of(meta.value(n)) for n in nodes}
         largest = max([MOST, *costs.values()])  # so that capacities fit 32 bits
         source, sink = 2 * len(nodes), 2 * len(nodes) + 1
         edges: dict[tuple[int, int], int] = {}

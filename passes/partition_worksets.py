@@ -34,8 +34,8 @@ from oomc import meta, ops
 from oomc.dim_rules import analyse
 from oomc.dims import token_symbols
 from oomc.errors import UnsupportedError
-from oomc.extract import extract
-from oomc.fxutil import is_mutating
+from oomc.extract import describe, extract
+from oomc.fxutil import OfValues, is_mutating, rough_bytes
 from oomc.passes.partition_cuts import cut
 from oomc.program import PassResult, Program
 from oomc.runtime.layout import ParamSpec, SlabLayout
@@ -64,11 +64,13 @@ class PartitionWorksets:
         parameters = {n for n, s in zip(placeholders, program.inputs, strict=True) if s.kind == "parameter"}
         program.notes["symbols"] = symbols
         analysis = analyse(graph, symbols)
+        bytes_of, text_of = OfValues(rough_bytes), OfValues(describe)
         blocks = []
         layers: dict[int, list[fx.Node]] = defaultdict(list)
         for index, found in enumerate(find_blocks(graph)):
             name = found.name
-            parts = cut(found.nodes, analysis, parameters, whole=self.whole and name not in (PROLOGUE, EPILOGUE))
+            whole = self.whole and name not in (PROLOGUE, EPILOGUE)
+            parts = cut(found.nodes, analysis, parameters, whole, bytes_of)
             worksets = [
                 Workset(f"{name}/{i}", index, part.nodes, chunk=part.chunk, fences=part.fences)
                 for i, part in enumerate(parts)
@@ -82,7 +84,7 @@ class PartitionWorksets:
         everything = [w for b in blocks for w in b.worksets]
         set_outputs(graph, everything)
         for workset in everything:
-            form = extract(workset, parameters, analysis)
+            form = extract(workset, parameters, analysis, text_of)
             program.forms.setdefault(form.key, form)
         specs = {
             n: ParamSpec(s.name, tuple(meta.value(n).shape), meta.value(n).dtype, s.trainable, s.rows)

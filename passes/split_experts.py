@@ -41,8 +41,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from oomc import experts, meta
-from oomc.fxutil import erase_dead, fake_mode_of, insert_call
+from oomc import experts, meta, private
+from oomc.fxutil import Results, erase_dead, fake_mode_of, insert_call
 from oomc.match import argument, op_name
 from oomc.passes.partition_worksets import find_layers
 from oomc.program import InputSpec, PassResult, Program
@@ -79,13 +79,13 @@ class SplitExperts:
         specs = dict(zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True))
         made: dict[str, int] = {}
         notes: list[str] = []
-        most = 1
+        most, results = 1, Results()
         for route in [n for n in nodes if n.target is experts.route and len(n.args) == 2]:
             name = layer_of.get(route)
             try:
                 if name is None:
                     raise NotSplitError("it is in no layer of the model")
-                layer = _Layer(graph, route, specs)
+                layer = _Layer(graph, route, specs, results)
                 starts = layer.starts(self.groups, self.align)
             except NotSplitError as reason:
                 notes.append(f"{(meta.modules(route) or ('',))[-1]}: its experts stay together, {reason}")
@@ -115,8 +115,10 @@ class _Layer:
         NotSplitError: something there, or elsewhere, needs all experts at once.
     """
 
-    def __init__(self, graph: fx.Graph, route: fx.Node, specs: dict[fx.Node, InputSpec]) -> None:
-        self.graph, self.route, self.specs = graph, route, specs
+    def __init__(
+        self, graph: fx.Graph, route: fx.Node, specs: dict[fx.Node, InputSpec], results: Results
+    ) -> None:  # fmt: skip
+        self.graph, self.route, self.specs, self.results = graph, route, specs, results
         self.count: int = route.args[1]  # type: ignore[assignment]
         self.routing = {part: part.args[1] for part in route.users}
         users = {user for part in self.routing for user in part.users}
@@ -138,13 +140,13 @@ class _Layer:
                 raise NotSplitError(f"{self._name(node)} is used elsewhere too")
 
     def _inside(self) -> list[fx.Node]:
-        found: dict[fx.Node, None] = {}
-        for node in self.graph.nodes:
-            if node is not self.end and (node in self.entries or any(n in found for n in node.all_input_nodes)):
-                found[node] = None
-        if any(user not in found and user is not self.end for node in found for user in node.users):
-            raise NotSplitError("something else uses what they compute")
-        return list(found)
+        found = set(self.entries)
+        frontier = list(found)
+        while frontier:
+            new = frontier.pop().users.keys() - found - {self.end}
+            found |= new
+            frontier += new
+        return private.in_order(found)
 
     def _check(self, node: fx.Node) -> None:
         """Whether a node within may be computed group by group, with other experts' slots holding anything."""
@@ -216,7 +218,7 @@ class _Layer:
         self.graph.erase_node(self.end)
 
     def _call(self, op: Any, *args: Any, like: fx.Node | None = None) -> fx.Node:
-        return insert_call(self.graph, op, args, like=like or self.end)
+        return insert_call(self.graph, op, args, like=like or self.end, results=self.results)
 
     def _group(self, start: int, stop: int) -> fx.Node:
         """The share of experts `[start, stop)` in each token."""
@@ -255,7 +257,8 @@ class _Layer:
         if self._is_stack(node):
             return self._call(node.target, list(node.args[0][start:stop]), like=node)
         source = self._table(node.args[0], start, stop)
-        return insert_call(self.graph, node.target, (source, *node.args[1:]), dict(node.kwargs), like=node)
+        args = (source, *node.args[1:])
+        return insert_call(self.graph, node.target, args, dict(node.kwargs), like=node, results=self.results)
 
     def _rows(self, node: fx.Node, start: int, stop: int) -> fx.Node:
         """The placeholder of some rows of a parameter."""
