@@ -11,6 +11,7 @@ from torch import fx
 
 from oomc import meta, private
 from oomc.dims import Analysis
+from oomc.fxutil import add_copy
 from oomc.worksets import Form, FormInput, Workset, dtype_name
 
 
@@ -68,7 +69,7 @@ def extract(
         inputs.append(FormInput(role, layout=layout))  # type: ignore[arg-type]
         workset.inputs.append(source)
     for node in nodes:
-        mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+        mapping[node] = add_copy(graph, node, mapping.__getitem__)
     graph.output(tuple(mapping[n] for n in workset.outputs))
     form = Form("", private.lazy_module(graph, "Form"), tuple(inputs), chunk=workset.chunk)
     if workset.chunk:

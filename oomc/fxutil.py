@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -84,19 +83,32 @@ class Results:
         return self._known[key][1]
 
 
-def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy of a graph, with each node's own dict of metadata.
+def add_call(graph: fx.Graph, op: Any, args: tuple[Any, ...], name: str | None = None) -> fx.Node:
+    """Add a call at the graph's insertion point.
 
-    As fx.Graph.graph_copy, without its looking for symbolic sizes among the arguments of every node, which takes longer
-    than the copy.
+    As fx.Graph.call_function, without its looking for symbolic sizes among the arguments, which takes as long as all
+    else.
     """
+    node = graph.create_node("call_function", op, name=name)
+    node.args = args
+    return node
+
+
+def add_copy(graph: fx.Graph, node: fx.Node, copies: Callable[[fx.Node], Any]) -> fx.Node:
+    """Add a copy of another graph's node, whose arguments `copies` gives; as fx.Graph.node_copy, but as `add_call`."""
+    made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    made.args = fx.map_arg(node.args, copies)
+    if node.kwargs:
+        made.kwargs = fx.map_arg(node.kwargs, copies)
+    made.meta.update(node.meta)
+    return made
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy of a graph, with each node's own dict of metadata."""
     new, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
-        made = new.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-        made.args = fx.map_arg(node.args, copies.__getitem__)
-        made.kwargs = fx.map_arg(node.kwargs, copies.__getitem__)
-        made.meta = copy.copy(node.meta)
-        copies[node] = made
+        copies[node] = add_copy(new, node, copies.__getitem__)
     return new
 
 

@@ -21,11 +21,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx
 
-from oomc import meta, steps
+from oomc import meta, private, steps
 from oomc.dims import TokenSymbols
+from oomc.fxutil import add_call
 from oomc.meta import StepNote
 from oomc.program import PassResult, Program
 from oomc.worksets import Form, Workset
@@ -61,7 +61,7 @@ class _Assembler:
         self.count = program.count
 
     def call(self, target: Callable[..., Any], *args: Any, name: str | None = None, val: Any = None) -> fx.Node:
-        node = self.graph.create_node("call_function", target, args, {}, name=name)
+        node = add_call(self.graph, target, args, name)
         meta.set_note(node, self.note)
         meta.set_value(node, val)
         return node
@@ -87,7 +87,7 @@ class _Assembler:
         loss = self.program.loss
         self._backward(worksets, loss)
         self.graph.output(self.values[loss])
-        return fx.GraphModule(torch.nn.Module(), self.graph, class_name="Step")
+        return private.lazy_module(self.graph, "Step")
 
     def _bind_sizes(self, inputs: list[fx.Node]) -> None:
         symbols: TokenSymbols = self.program.notes["symbols"]

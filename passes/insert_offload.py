@@ -21,6 +21,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from oomc import meta, steps
+from oomc.fxutil import add_call
 from oomc.program import PassResult, Program
 
 
@@ -41,8 +42,8 @@ class InsertOffload:
             many = program.plan.accumulate or slab in summed
             mode = "sum" if many else "keep" if program.plan.keep else "update"
             with graph.inserting_before(node):
-                copy = graph.call_function(steps.offload, (rt, slab, names, grads, mode))
-                retire = graph.call_function(steps.retire, (rt, copy))
+                copy = add_call(graph, steps.offload, (rt, slab, names, grads, mode))
+                retire = add_call(graph, steps.retire, (rt, copy))
             for new in (copy, retire):
                 meta.set_note(new, meta.note(node))
             graph.erase_node(node)

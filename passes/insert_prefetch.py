@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from oomc import meta, steps
+from oomc.fxutil import add_call
 from oomc.program import PassResult, Program
 
 
@@ -58,10 +59,10 @@ class InsertPrefetch:
             first, last, holder = nodes[stretch.start], nodes[stretch.end], stretch.holders[0]
             rt = holder.args[0]
             with graph.inserting_before(first):
-                fetch = graph.call_function(steps.fetch, (rt, stretch.slab, -1))
-                wait = graph.create_node("call_function", steps.wait, (rt, fetch), name=holder.name)
+                fetch = add_call(graph, steps.fetch, (rt, stretch.slab, -1))
+                wait = add_call(graph, steps.wait, (rt, fetch), holder.name)
             with graph.inserting_after(last):
-                release = graph.call_function(steps.release, (rt, fetch))
+                release = add_call(graph, steps.release, (rt, fetch))
             for new, near in ((fetch, first), (wait, first), (release, last)):
                 meta.set_note(new, meta.note(near))
             parts: dict[object, fx.Node] = {}

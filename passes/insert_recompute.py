@@ -37,6 +37,7 @@ from typing import Any
 from torch import fx
 
 from oomc import meta, steps
+from oomc.fxutil import add_call
 from oomc.program import PassResult, Program
 
 
@@ -144,7 +145,7 @@ class _Recompute:
         saved.sort(key=lambda n: n.args[1])  # type: ignore[arg-type, return-value]
         new_args = tuple(self._argument(a, note.block) if isinstance(a, fx.Node) else a for a in args)
         new = (rt, form, "recompute", *chunk, *new_args, *saved)
-        node = self.graph.create_node("call_function", run.target, new, name=run.name.replace("_forward", f"_{phase}"))
+        node = add_call(self.graph, run.target, new, run.name.replace("_forward", f"_{phase}"))
         meta.set_value(node, meta.value(run)[: len(meta.value(run)) - len(saved)])
         meta.set_note(node, replace(note, phase=phase, block=self.block))
         return node
@@ -161,7 +162,7 @@ class _Recompute:
         """The weights of a slab for a run of the block `within`."""
         key = str(like.args[1]), within
         if key not in self.weights:
-            self.weights[key] = self.graph.create_node("call_function", steps.weights, like.args, name=like.name)
+            self.weights[key] = add_call(self.graph, steps.weights, like.args, like.name)
             phase = "backward" if within == self.block else "regenerate"
             meta.set_note(self.weights[key], replace(meta.note(like), phase=phase, block=self.block))
         return self.weights[key]
@@ -170,7 +171,7 @@ class _Recompute:
         for known in holder.users:
             if known.args == (holder, index):
                 return known
-        part = self.graph.call_function(operator.getitem, (holder, index))
+        part = add_call(self.graph, operator.getitem, (holder, index))
         meta.set_value(part, meta.value(like))
         meta.set_note(part, replace(meta.note(like), phase=meta.note(holder).phase, block=self.block))
         return part

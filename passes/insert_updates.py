@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from oomc import meta, steps
+from oomc.fxutil import add_call
 from oomc.program import PassResult, Program
 
 
@@ -46,12 +47,12 @@ class InsertUpdates:
             every = [copy for nodes in copies.values() for copy in nodes]
             (output,) = graph.find_nodes(op="output")
             with graph.inserting_before(output):
-                apply = graph.call_function(steps.apply, (every[0].args[0], tuple(every)))
+                apply = add_call(graph, steps.apply, (every[0].args[0], tuple(every)))
             meta.set_note(apply, meta.note(every[-1]))
         elif not program.plan.accumulate:
             for slab, nodes in copies.items():
                 with graph.inserting_after(nodes[-1]):
-                    update = graph.call_function(steps.update, (nodes[0].args[0], slab, tuple(nodes), nodes[0].args[4]))
+                    update = add_call(graph, steps.update, (nodes[0].args[0], slab, tuple(nodes), nodes[0].args[4]))
                 meta.set_note(update, meta.note(nodes[-1]))
         awaited: set[str] = set()
         for node in graph.find_nodes(op="call_function", target=steps.fetch):
@@ -59,6 +60,6 @@ class InsertUpdates:
             if slab in copies and slab not in awaited:
                 awaited.add(slab)
                 with graph.inserting_before(node):
-                    wait = graph.call_function(steps.await_update, (node.args[0], slab))
+                    wait = add_call(graph, steps.await_update, (node.args[0], slab))
                 meta.set_note(wait, meta.note(node))
         return PassResult(program, bool(copies))

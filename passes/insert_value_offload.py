@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from oomc import meta, steps
+from oomc.fxutil import add_call
 from oomc.program import PassResult, Program
 
 
@@ -62,12 +63,12 @@ def _offload(value: fx.Node, early: list[fx.Node], later: list[fx.Node]) -> None
     graph, note = value.graph, meta.note(value)
     rt = value.args[0].args[0]  # type: ignore[union-attr]
     with graph.inserting_after(value):
-        store = graph.call_function(steps.store, (rt, note.source, value, -1))
+        store = add_call(graph, steps.store, (rt, note.source, value, -1))
     with graph.inserting_after(early[-1] if early else store):
-        discard = graph.call_function(steps.discard, (rt, store))
+        discard = add_call(graph, steps.discard, (rt, store))
     with graph.inserting_before(later[0]):
-        restore = graph.call_function(steps.restore, (rt, store))
-        back = graph.create_node("call_function", steps.restored, (rt, restore), name=f"{value.name}_restored")
+        restore = add_call(graph, steps.restore, (rt, store))
+        back = add_call(graph, steps.restored, (rt, restore), f"{value.name}_restored")
     for user in later:
         user.replace_input_with(value, back)
     first = meta.note(later[0])

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from oomc import meta, steps
+from oomc.fxutil import add_call
 from oomc.offloadable import value_bytes
 from oomc.plan import Plan
 from oomc.program import PassResult, Program
@@ -111,7 +112,7 @@ def hold_gradients(graph: fx.Graph, plan: Plan) -> None:
         if slab not in here:  # all that the slab's update reads is carried, or nothing
             if slab not in carried:
                 with graph.inserting_before(uses[slab]):
-                    new = graph.call_function(steps.retire_carried, (node.args[0], slab))
+                    new = add_call(graph, steps.retire_carried, (node.args[0], slab))
                 meta.set_note(new, meta.note(uses[slab]))
                 carried.add(slab)
             graph.erase_node(node)
