@@ -79,8 +79,9 @@ def differentiate(form: Form, flags: tuple[bool, ...], key: str, symbols: TokenS
     """The form with its graphs, for inputs of which those flagged require a gradient."""
     opened, carries = open_carries(form, symbols)
     graph = opened.graph
-    args = [meta.value(n) for n in graph.find_nodes(op="placeholder")]
     mode = fake_mode_of(graph)
+    with mode:
+        args = _apart([meta.value(n) for n in graph.find_nodes(op="placeholder")])
     count, without = len(args), (*flags, *[False] * len(carries))
 
     def run(inputs: list[Any], flags: tuple[bool, ...]) -> tuple[list[Any], list[Any]]:
@@ -123,6 +124,16 @@ def differentiate(form: Form, flags: tuple[bool, ...], key: str, symbols: TokenS
         own_memory(traced.graph, len(differentiable), [i for i, f in zip(form.inputs, flags, strict=True) if f])
     own = len(outputs) - len(carries)
     return _cut(replace(form, carries=carries), traced, flags, tuple(differentiable[:own]), key, symbols)
+
+
+def _apart(vals: list[Any]) -> list[Any]:
+    """The values, no tensor twice: a trace tells inputs apart by the object, which copies of a node share."""
+    apart, seen = list[Any](), set[int]()
+    for val in vals:
+        again = isinstance(val, torch.Tensor) and id(val) in seen
+        apart.append(torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device) if again else val)
+        seen.add(id(val))
+    return apart
 
 
 def _cut(

@@ -70,6 +70,17 @@ def check(form: Form, function: Callable[..., Any], flags: tuple[bool, ...], inp
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+def test_inputs_that_share_what_stands_for_them_stay_apart() -> None:
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return (x.sin() * y,)
+
+    form = form_of(function, (3, 4), (3, 4))
+    first, second = form.traced.graph.find_nodes(op="placeholder")
+    meta.set_value(second, meta.value(first))
+    made = differentiate(form, (True, True), "form_x", NO_TOKENS)
+    check(made, function, (True, True), tensors((3, 4), (3, 4)))
+
+
 def layer(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return (x + F.linear(x, w).relu(),)
 
