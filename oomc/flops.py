@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomc import attention_kernels, ops, private, target
+from oomc.delta_rule import chunks_together
 from oomc.worksets import dtype_name
 
 Kind = Literal["gemm", "grouped", "attention", "attention_backward", "triton", "triton_backward", "tiled", "memory"]
@@ -55,8 +56,9 @@ SCATTERS = frozenset({"index_copy", "index_add", "index_put", "scatter", "scatte
 OVERWRITES = frozenset({"copy_", "zero_", "fill_", "masked_fill_zero_"})
 SORTS = {"sort": 10, "argsort": 10, "topk": 4, "kthvalue": 4, "msort": 10}
 """Passes over memory: a radix sort of 64-bit keys with values makes 8 and a count (Merrill and Grimshaw 2011)."""
-DELTA_KERNELS = {"gated_delta_rule": 45, "gated_delta_rule_backward": 110}
-"""Kernels that a chunk of the delta rule's body launches, and about how often it passes over its [C, D] tensors."""
+DELTA_KERNELS = {"gated_delta_rule": (45, 3), "gated_delta_rule_backward": (110, 5)}
+"""Kernels that the delta rule's body launches for a group of chunks, which are about how often it passes over their
+[C, D] tensors, and for each chunk of it."""
 
 
 ONE_PASS = ("combine", "combine_backward", "dispatch_backward")
@@ -210,11 +212,13 @@ def _delta_rule(name: str, args: Sequence[Any], out: Any) -> list[Call]:
         flops = chunk + 2 * c * dk * dv * 7 + 2 * c * c * (3 * dv + 5 * dk) + c * c * (dk + dv)
     else:
         flops = chunk + 2 * c * dk * dv * 3 + 2 * c * c * dv
-    kernels = DELTA_KERNELS[name]
-    temporaries = 4 * heads * c * (dk + dv) * kernels
+    of_group, of_chunk = DELTA_KERNELS[name]
+    together = chunks_together(heads, c, max(dk, dv))
+    kernels = of_group * sympy.ceiling(sympy.sympify(chunks) / together) + of_chunk * chunks
+    temporaries = 4 * heads * c * (dk + dv) * of_group
     product = 2 * heads * c * dk * dv
     return [Call("gemm", "f32", flops * heads * chunks, 0, size=product, launches=0),
-            _memory(temporaries * chunks + nbytes([args, out]), kernels * chunks)]  # fmt: skip
+            _memory(temporaries * chunks + nbytes([args, out]), kernels)]  # fmt: skip
 
 
 class _Recorder(TorchDispatchMode):

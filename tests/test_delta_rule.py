@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from oomc import delta_rule as module
 from oomc.delta_rule import gated_delta_rule
 
 
@@ -31,8 +32,13 @@ def _inputs(rows: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("l2norm", [True, False])
-@pytest.mark.parametrize(("rows", "chunk"), [(1, 8), (8, 8), (21, 8)])
-def test_equals_definition(rows: int, chunk: int, l2norm: bool) -> None:
+@pytest.mark.parametrize(("rows", "chunk", "together"), [(1, 8, 1), (8, 8, 9), (21, 8, 9), (21, 8, 1), (53, 8, 3)])
+def test_equals_definition(
+    rows: int, chunk: int, together: int, l2norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """In groups of so many chunks."""
+    monkeypatch.setattr(module, "GROUP_BYTES", together * 4 * 2 * 4 * chunk * 6)
+    assert module.chunks_together(2 * 4, chunk, 6) == together
     inputs = _inputs(rows)
     if not l2norm:
         with torch.no_grad():
