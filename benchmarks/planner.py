@@ -149,7 +149,8 @@ def fixed(layers: int, sizes: tuple[int, int], device: int) -> tuple[float, int]
                     continue
                 held = project_reserved(made, profiler).held
                 if held <= device:
-                    line = timeline.simulate(made, Costs(program, default("h200")), UPDATES, record=False)
+                    costs = Costs(program, default("h200")).of_step(made)
+                    line = timeline.simulate(made, costs, UPDATES, record=False)
                     return line.step_s, held
     return float("inf"), 0
 
