@@ -49,8 +49,8 @@ left."""
 
 
 def njit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function of this file."""
-    return jit(function)
+    """Compile a function of this file; it runs without Python's lock."""
+    return jit(function, nogil=True)
 
 
 @njit
