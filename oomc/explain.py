@@ -116,7 +116,7 @@ def _left(instance: Instance, d: Decisions, now: float, allowed: int) -> str:
         return f"a change that fits would save {1000 * within:.1f} ms by the quick estimate, but not on the step graph"
     if beyond is None:
         return "nothing that takes more memory makes the step faster"
-    return f"the next thing that makes the step faster needs {format_bytes(beyond)} in all"
+    return f"the next thing that makes the step faster needs {format_bytes(beyond - allowed)} more than that"
 
 
 def _block(instance: Instance, d: Decisions, b: int, now: float, whole: Sequence[bool], again: str) -> str:
