@@ -41,14 +41,14 @@ def choose(q: Tensor, k: Tensor, v: Tensor, special: bool, causal: bool, window:
     if target.kind(q.device) != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
         return "tiled"
     size, v_size = q.shape[3], v.shape[3]
-    # The libraries' kernels align a causal mask in different corners when S and T differ.
+    ours: Kernel = "triton" if takes(q.dtype, size, v_size) and q.shape[2] <= k.shape[2] else "tiled"
     if special or softcap or (causal and q.shape[2] != k.shape[2]):
-        return "triton" if takes(q.dtype, size, v_size) and q.shape[2] <= k.shape[2] else "tiled"
+        return ours  # the libraries' kernels align a causal mask in different corners when S and T differ
     if window is None and target.has_cudnn() and size <= 128 and v_size <= 128 and size % 8 == 0 and v_size % 8 == 0:
         return "cudnn"
     if size % 8 == 0 and size <= 256 and v_size <= size:
         return "flash"
-    return "tiled"
+    return ours
 
 
 def takes(dtype: torch.dtype, size: int, v_size: int) -> bool:
@@ -248,11 +248,12 @@ def own_forward(
     q, k, v = map(_unit_stride, (q, k, v))
     out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    segments = None if segments is None else segments.contiguous()
+    sinks, segments = (None if x is None else x.contiguous() for x in (sinks, segments))
     if out.numel() and not isinstance(q, FakeTensor):
         from oomc import triton_attention
 
-        triton_attention.forward(q, k, v, sinks, segments, out, lse, scale, causal, window, softcap)
+        with torch.cuda.device_of(q):
+            triton_attention.forward(q, k, v, sinks, segments, out, lse, scale, causal, window, softcap)
     return out, lse
 
 
@@ -269,12 +270,13 @@ def own_backward(
     dq = q if in_place else _empty_heads_inside(q)
     dk, dv, delta = _empty_heads_inside(k), _empty_heads_inside(v), torch.empty_like(lse)
     segments = None if segments is None else segments.contiguous()
-    if not isinstance(q, FakeTensor):
+    if q.numel() and not isinstance(q, FakeTensor):
         from oomc import triton_attention
 
-        triton_attention.backward(
-            dout, q, k, v, out, lse, segments, delta, dq, dk, dv, scale, causal, window, softcap
-        )  # fmt: skip
+        with torch.cuda.device_of(q):
+            triton_attention.backward(
+                dout, q, k, v, out, lse, segments, delta, dq, dk, dv, scale, causal, window, softcap
+            )  # fmt: skip
     if not in_place:
         return dq, dk, dv, delta
     for memory, gradient in zip(given, (dq, dk, dv), strict=True):

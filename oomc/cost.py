@@ -38,6 +38,8 @@ B, S = sympy.symbols("B S", integer=True, positive=True)
 EAGER = 0.75
 """Share of the bandwidth that single operators reach: many of them broadcast, cast or read transposed. Fitted to one
 eager layer of Qwen3-30B-A3B on an H200 (36.9 ms forward and backward of 16K tokens, with flash attention)."""
+OWN_ATTENTION = 0.5
+"""The rate of oomc.triton_attention by that of cuDNN: a guess, not measured yet."""
 
 FUSED = frozenset({
     "_to_copy", "clone", "cat", "stack", "sum", "mean", "amax", "amin", "any", "all", "var_mean", "_softmax",
@@ -140,10 +142,6 @@ def _rate(machine: Machine, call: Call, size: float, flops: float) -> float:
     return table.at(size) * (OWN_ATTENTION if call.kind.startswith("triton") and not machine.on_host else 1.0)
 
 
-OWN_ATTENTION = 0.5
-"""The rate of oomc.triton_attention by that of cuDNN: a guess, not measured yet."""
-
-
 @dataclass
 class Factors:
     """By how much longer than estimated graphs take: those that were timed (oomc.timing), and all others."""
@@ -190,7 +188,7 @@ class Costs:
     @cached_property
     def while_updating(self) -> Costs:
         """The same while the host's cores update: launches take longer."""
-        machine = replace(self.machine, launch=self.machine.launch_busy)
+        machine = replace(self.machine, launch=max(self.machine.launch, self.machine.launch_busy))
         busy = Costs(self.program, machine, self.backend, self.factors)
         busy.idle, busy._forms, busy._bytes = self, self._forms, self._bytes
         return busy
@@ -221,11 +219,17 @@ class Costs:
             shapes = tile_shapes(sizes, chunk or sizes)
             chunks = sum(count for _, count in shapes)
             self._seconds[key] = sum(
-                count * (factor * self.tile_seconds(form, variant, shape)
+                count * (self._measured_seconds(form, variant, shape, factor)
                          + (cost.chunk_seconds(*shape, self.machine, chunks) if chunks > 1 else 0.0))
                 for shape, count in shapes
             )  # fmt: skip
         return self._seconds[key]
+
+    def _measured_seconds(self, form: str, variant: str, shape: tuple[int, int], factor: float) -> float:
+        """Of one tile, by a factor that was measured while no cores updated: what those cost comes on top."""
+        seconds = self.tile_seconds(form, variant, shape)
+        idle = self.idle.tile_seconds(form, variant, shape) if self.idle else seconds
+        return factor * idle + (seconds - idle)
 
     def tile_seconds(self, form: str, variant: str, shape: tuple[int, int]) -> float:
         """The estimate for a form's graph on one tile, whatever was measured."""

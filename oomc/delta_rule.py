@@ -76,7 +76,9 @@ class _Group(NamedTuple):
 def chunks_together(lanes: Any, chunk: int, width: int) -> Any:
     """Chunks in a group, for so many heads of all rows (a number or an expression) and the wider of the head sizes."""
     size = 4 * lanes * chunk * width
-    return max(1, GROUP_BYTES // size) if isinstance(size, int) else sympy.Max(1, sympy.floor(GROUP_BYTES / size))
+    return (
+        max(1, GROUP_BYTES // max(1, size)) if isinstance(size, int) else sympy.Max(1, sympy.floor(GROUP_BYTES / size))
+    )
 
 
 def _groups(v: Tensor, width: int, chunk: int) -> list[_Group]:

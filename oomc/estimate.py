@@ -19,6 +19,7 @@ What differs from a compilation on the machine itself:
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -204,18 +205,30 @@ class _Compiler(Compiler):
         return CUDA_CONTEXT
 
 
+_COLLECTING = threading.Lock()
+_THRESHOLDS: list[tuple[int, int, int]] = []
+"""As each of those who estimate now found it."""
+
+
 @contextmanager
 def _seldom_collecting() -> Iterator[None]:
-    """Let Python look through all objects for garbage a thirtieth as often.
+    """Let Python look through all objects of the process for garbage a thirtieth as often.
 
-    The graphs of a large model are a million objects that stay: looking through them took a sixth of the time.
+    The graphs of a large model are a million objects that stay: looking through them took a sixth of the time. Where
+    several threads estimate, the first one in sets the threshold and the last one out puts it back.
     """
-    before = gc.get_threshold()
-    gc.set_threshold(*before[:2], 30 * before[2])
+    with _COLLECTING:
+        _THRESHOLDS.append(gc.get_threshold())
+        if len(_THRESHOLDS) == 1:
+            gc.set_threshold(*_THRESHOLDS[0][:2], 30 * _THRESHOLDS[0][2])
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        with _COLLECTING:
+            before = _THRESHOLDS[0] if len(_THRESHOLDS) == 1 else None
+            _THRESHOLDS.pop()
+            if before is not None:
+                gc.set_threshold(*before)
 
 
 def _first_cut() -> int:

@@ -189,7 +189,7 @@ def _attention(name: str, args: Sequence[Any], out: Any) -> list[Call]:
     # forward: q k, p v; backward: q k again, dv, dp, dq, dk
     flops = 2 * pairs * ((3 * of_q + 2 * of_v) if backward else (of_q + of_v))
     kind: Kind = name  # type: ignore[assignment]
-    if sinks is not None or segments is not None or softcap:
+    if sinks is not None or segments is not None or softcap or (causal and rows != keys):
         ours = attention_kernels.takes(q.dtype, q.shape[3], v.shape[3])
         kind = "tiled" if not ours else "triton_backward" if backward else "triton"
     moved = nbytes([args, out])

@@ -8,9 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from oomc.private import FakeTensor
+
+
+def compact(x: Tensor) -> bool:
+    """Whether numbers lie one beside the other, in any order of dimensions: no holes, and none twice."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.numel() == reach or not x.numel()
 
 
 def add_(total: Tensor, part: Tensor) -> None:
@@ -24,7 +31,8 @@ def add_(total: Tensor, part: Tensor) -> None:
     if kernels is None:
         total.add_(part)
     else:
-        kernels.add(total, part, total)
+        with torch.cuda.device_of(total):
+            kernels.add(total, part, total)
 
 
 def add_to(part: Tensor, total: Tensor) -> None:
@@ -33,15 +41,14 @@ def add_to(part: Tensor, total: Tensor) -> None:
     if kernels is None:
         part.copy_(total.add_(part))
     else:
-        kernels.add(total, part, part)
+        with torch.cuda.device_of(total):
+            kernels.add(total, part, part)
 
 
 def _kernels(total: Tensor, part: Tensor) -> Any:
     """oomc.sum_kernels for tensors on CUDA that lie alike and without holes; None for others, and where only memory
     counts."""
-    if not total.is_cuda or isinstance(total, FakeTensor) or total.stride() != part.stride():
-        return None
-    if total.numel() != 1 + sum((size - 1) * stride for size, stride in zip(total.shape, total.stride(), strict=True)):
+    if not total.is_cuda or isinstance(total, FakeTensor) or total.stride() != part.stride() or not compact(total):
         return None
     from oomc import sum_kernels
 

@@ -36,6 +36,9 @@ from oomc.runtime.memory import empty_cache
 from oomc.simulate import Profiler, nbytes
 from oomc.worksets import Form, Workset
 
+KERNELS = 2
+"""Part of what timings are remembered under: another number where operators compute otherwise, and so faster or
+slower."""
 TOKENS = 8192
 """Most tokens of a tile of a form that may run in chunks."""
 LONGEST = 0.25
@@ -135,7 +138,7 @@ class Timing:
         tile = self._tile(form, sizes)
         # graphs follow from the form's text, which its key stands for, and from what gets a gradient
         flags = "".join(str(int(i.requires_grad)) for i in form.inputs)
-        name = f"{oomc.__version__} {form.key.partition('.')[0]} {flags}"
+        name = f"{oomc.__version__}.{KERNELS} {form.key.partition('.')[0]} {flags}"
         keys = {phase: f"{name} {phase} {tile[0]}x{tile[1]} {self.backend}" for phase in _phases(form)}
         if not all(key in self.known for key in keys.values()):
             for phase, seconds in self._run(form, workset, tile, bench).items():

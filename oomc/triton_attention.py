@@ -20,6 +20,7 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
+_DELTA_ROWS = 64
 
 
 def _jit(function: Callable[..., Any]) -> Any:
@@ -296,8 +297,8 @@ def backward(
     numbers = (count, keys, scale, softcap, window or 0)
     shared = (batch, heads, heads // k.shape[1])
     values = {name: sizes[name] for name in ("V_SIZE", "V_WIDTH")}
-    _delta[triton.cdiv(count, 64) * batch * heads,](
-        dout, out, delta, count, *_strides(dout, out), batch, heads, **values, ROWS=64
+    _delta[triton.cdiv(count, _DELTA_ROWS) * batch * heads,](
+        dout, out, delta, count, *_strides(dout, out), batch, heads, **values, ROWS=_DELTA_ROWS
     )
     _backward_keys[triton.cdiv(keys, how["KEYS"]) * batch * k.shape[1],](
         dout, q, k, v, segments, lse, delta, dk, dv, *numbers, *_strides(dout, q, k, v, dk, dv), *shared,

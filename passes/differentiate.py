@@ -127,7 +127,7 @@ def differentiate(form: Form, flags: tuple[bool, ...], key: str, symbols: TokenS
 
 
 def _apart(vals: list[Any]) -> list[Any]:
-    """The values, no tensor twice: a trace tells inputs apart by the object, which copies of a node share."""
+    """The values, no tensor twice: a trace tells inputs apart by the object, and groups of experts share theirs."""
     apart, seen = list[Any](), set[int]()
     for val in vals:
         again = isinstance(val, torch.Tensor) and id(val) in seen

@@ -131,8 +131,8 @@ class Total:
         """Put the result together in this tensor, each tile's part in its place; it may be there already."""
         self.value, self.dtype = memory, memory.dtype
 
-    def add(self, part: torch.Tensor, tile: Tile, last: bool = False) -> None:
-        """Take in one tile's part. With `last`, of the last tile, in memory that nothing else has: it may be kept."""
+    def add(self, part: torch.Tensor, tile: Tile, own: bool = False) -> None:
+        """Take in one tile's part; of the last tile it may be kept and written to if it is in memory of its `own`."""
         missing = [t for t in ("B", "S") if t not in self.tokens and tile.cuts(t)]
         again = any(self._comes_later(tile, t) for t in missing)
         if again and not self.adds:
@@ -143,12 +143,12 @@ class Total:
         if self.value is None:
             self.dtype = part.dtype
             if not self.tokens:
-                # the graph's own tensor may be an argument, but is not written to while it is in low precision
+                # the graph's own tensor may be an argument: `_sum` writes to fp32 sums and to memory of its own only
                 self.value = part if self.count == 2 and wide != part.dtype else part.to(wide, copy=True)
                 return
             self.value = self._empty(part, tile, wide)
         if not self.tokens and wide != self.dtype:
-            self._sum(part, last)
+            self._sum(part, own)
             return
         target = _opened_part(self.value, self.layout, tile)
         part, _ = opened(part, self.layout, _sizes(tile))
@@ -157,12 +157,12 @@ class Total:
         else:
             target.copy_(part)  # nothing is copied onto itself
 
-    def _sum(self, part: torch.Tensor, last: bool) -> None:
+    def _sum(self, part: torch.Tensor, own: bool) -> None:
         """Add a low-precision part to the sum so far: fp32, or the other one of two parts."""
         assert self.value is not None
         if self.value.dtype == part.dtype:  # their sum is an fp32 one that is rounded
-            self.value = part.add_(self.value) if last else torch.add(self.value, part)
-        elif last:
+            self.value = part.add_(self.value) if own else torch.add(self.value, part)
+        elif own:
             sums.add_to(part, self.value)
             self.value = part
         else:
@@ -335,7 +335,7 @@ def run_chunks(
         for index, total in enumerate(totals):
             part, parts[index] = parts[index], None
             if part is not None:
-                total.add(part, tile, last=own[index])
+                total.add(part, tile, own[index])
         del parts, part
     return (*(total.take() for total in totals), *carried.states)
 
@@ -348,7 +348,10 @@ def _own_memory(results: Sequence[Any], args: Sequence[Any]) -> list[bool]:
 
     users = Counter(memory(x) for x in (*results, *args) if isinstance(x, torch.Tensor))
     return [
-        isinstance(x, torch.Tensor) and users[memory(x)] == 1 and x.untyped_storage().nbytes() == x.nbytes
+        isinstance(x, torch.Tensor)
+        and users[memory(x)] == 1
+        and x.untyped_storage().nbytes() == x.nbytes
+        and sums.compact(x)
         for x in results
     ]
 

@@ -155,7 +155,7 @@ def test_a_sum_of_few_tiles_is_rounded_once_too(dtype: torch.dtype, count: int) 
     for known in (0, count):
         total = Total(((20,), (30,)), adds=True, count=known)
         for part, tile in zip(parts, cover, strict=True):
-            total.add(part, tile, last=bool(known) and tile is cover[-1])
+            total.add(part, tile, own=bool(known) and tile is cover[-1])
         whole = total.take()
         assert whole is not None and torch.equal(whole, wanted.to(dtype)) and whole.stride() == parts[0].stride()
         assert all(torch.equal(part, one) for part, one in zip(parts[:-1], kept, strict=False))
@@ -166,6 +166,8 @@ def test_only_memory_of_its_own_is_kept() -> None:
     given, whole = values(4), values(2, 4)
     results = [given, values(4), whole[0], whole[1], given.view(2, 2), values(2, 4)[:1], None, values(3).t()]
     assert compute._own_memory(results, [given, 3]) == [False, True, False, False, False, False, False, True]
+    repeated = values(4)[:1].expand(4)  # as many bytes as its memory has, but one number only
+    assert compute._own_memory([repeated, values(2, 3).t()], []) == [False, True]
 
 
 def test_two_tiles_need_no_fp32_sum() -> None:
@@ -175,7 +177,7 @@ def test_two_tiles_need_no_fp32_sum() -> None:
         cover, total = tiles(number, 1, (1, 1)), Total(((count,),), adds=True, count=number)
         with Meter(granule=512) as meter:
             for tile in cover:
-                total.add(torch.ones(count, dtype=torch.bfloat16), tile, last=tile is cover[-1])
+                total.add(torch.ones(count, dtype=torch.bfloat16), tile, own=tile is cover[-1])
             total.take()
         peaks[number] = meter.peak / count
     assert peaks == {2: 4.0, 3: 6.0}  # both parts; the fp32 sum and a part

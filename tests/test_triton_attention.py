@@ -31,6 +31,9 @@ CASES: dict[str, dict[str, Any]] = {
     "all": {"window": 90, "softcap": 3.0, "sinks": True, "segments": True},
     "last queries of longer keys": {"keys": 230, "sinks": True},
     "a window of longer keys": {"keys": 230, "window": 33},
+    "one row": {"rows": 1, "sinks": True},
+    "a sink in every third place": {"sinks": "strided"},
+    "one sink for all heads": {"sinks": "expanded"},
     "a few rows": {"rows": 5, "sinks": True, "segments": True},
     "MQA, narrow values": {"heads": (4, 1), "sizes": (40, 24), "segments": True},
 }
@@ -48,7 +51,9 @@ def case(device: str, option: dict[str, Any]) -> tuple[list[Tensor], Tensor | No
     )
     shapes = (rows, hq, v_size), (rows, hq, size), (keys, hkv, size), (keys, hkv, v_size)
     tensors = [torch.randn(2, *shape).to(device, dtype).transpose(1, 2) for shape in shapes]
-    sinks = torch.randn(hq).to(device) if option.get("sinks") else None
+    sinks = torch.randn(3 * hq).to(device) if option.get("sinks") else None
+    if sinks is not None:
+        sinks = {"strided": sinks[::3], "expanded": sinks[:1].expand(hq)}.get(str(option["sinks"]), sinks[:hq])
     segments = torch.stack([torch.arange(keys) // n for n in (40, 67)]).to(device) if option.get("segments") else None
     return tensors, sinks, segments, (0.3, option.get("causal", True), option.get("window"), option.get("softcap", 0.0))
 
