@@ -229,8 +229,8 @@ def computing(bench: Bench) -> AbstractContextManager[None]:
 
     def issue() -> None:
         for _ in range(50):
+            small.add_(1.0)  # first: it gives the thread a context, for want of which cuBLAS would warn
             torch.mm(matrix, matrix, out=out)
-            small.add_(1.0)
         torch.cuda.current_stream(bench.device).synchronize()
 
     return repeating(issue)
