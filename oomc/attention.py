@@ -10,9 +10,8 @@ Query i stands at position i + T - S (the queries are the last S of T positions)
 Scores are scale * q.k, then softcap * tanh(scores / softcap). A sink is one more logit of its head that takes part in
 the softmax's denominator and carries no value (GPT-OSS).
 
-Key-value heads are never expanded. The tiled form below holds scores for a bounded number of queries; the kernels of
-cuDNN and flash attention are used on CUDA where they can express the call, and our own for the other calls in 16 bits
-where that is asked for (attention_kernels.py).
+Key-value heads are never expanded. The tiled form below holds scores for a bounded number of queries. On CUDA it serves
+for fp32 and very wide heads; all else takes a kernel of cuDNN, of flash attention or our own (attention_kernels.py).
 """
 
 from __future__ import annotations

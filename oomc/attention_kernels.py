@@ -4,14 +4,12 @@ The backward kernels sum the gradient of q in fp32, in memory of their own. So t
 and the context, a call is made for so many batch rows and heads at once as keep it small.
 
 cuDNN and flash attention are private operators of ATen; tests/test_attention.py checks that their schemas are the ones
-written for, so that a new torch fails there and not in a training run. Sinks, packed segments, soft caps, and queries
-that are the last of longer keys go to oomc.triton_attention if OOMC_ATTENTION=triton is set, and are tiled else. All
-take grouped KV heads as they are.
+written for, so that a new torch fails there and not in a training run. Sinks, packed segments and soft caps, and
+queries that are the last of longer keys, go to oomc.triton_attention. All take grouped KV heads as they are.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,8 +23,6 @@ from oomc.private import FakeTensor
 
 WORKSPACE_BYTES = 256 << 20
 """Most that one call takes for the fp32 sum of the gradient of q."""
-OWN = os.environ.get("OOMC_ATTENTION") == "triton"
-"""Whether oomc.triton_attention serves instead of the tiled form: on request until it has run on a GPU too."""
 WIDEST = 256
 """Elements of a head that our own kernel takes at most."""
 FARTHEST = 1 << 31
@@ -56,8 +52,8 @@ def choose(q: Tensor, k: Tensor, v: Tensor, special: bool, causal: bool, window:
 
 
 def takes(dtype: torch.dtype, size: int, v_size: int) -> bool:
-    """Whether oomc.triton_attention is to be used, and takes heads of these sizes."""
-    return OWN and dtype in (torch.bfloat16, torch.float16) and max(size, v_size) <= WIDEST
+    """Whether oomc.triton_attention takes heads of these sizes."""
+    return dtype in (torch.bfloat16, torch.float16) and max(size, v_size) <= WIDEST
 
 
 def _rows_outside(x: Tensor) -> Tensor:

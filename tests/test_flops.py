@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils import flop_counter
 
-from oomc import attention_kernels, ops, private
+from oomc import ops, private
 from oomc.flops import calls, visible_pairs
 
 aten = torch.ops.aten
@@ -89,9 +89,8 @@ def test_attention_is_that_of_torchs_counter_where_all_is_visible() -> None:
     assert cost(ops.attention_backward, out, q, k, v, out, lse, *options)[0] == theirs
 
 
-def test_attention_without_a_kernel_moves_its_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_without_a_kernel_moves_its_scores() -> None:
     """In fp32, and with heads so wide that none is made for them."""
-    monkeypatch.setattr(attention_kernels, "OWN", True)
     for q, kind in ((torch.randn(1, 1, 32, 8).bfloat16(), "triton"), (torch.randn(1, 1, 32, 257).bfloat16(), "tiled")):
         (call,) = calls(ops.attention, (q, q, q, None, None, 1.0, True, None, 5.0), {}, (q, q[..., 0]))
         assert call.kind == kind
