@@ -96,7 +96,9 @@ def test_in_place_gives_the_same_bits(device: str, name: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    "sizes", [(64, 64), (128, 128), (192, 128), (256, 256), (64, 32), (32, 64), (128, 64), (96, 80)]
+)
 def test_cuda_sizes(sizes: tuple[int, int]) -> None:
     """All widths that models have, over several blocks."""
     (dout, q, k, v), sinks, segments, _ = case("cuda", {"rows": 700, "sizes": sizes, "sinks": True})
