@@ -271,7 +271,7 @@ def measure_updates(bench: Bench) -> Figures:
     touched, grad, traffic = 26.0, 2.0, 1.0 if bench.cuda else 2.0
 
     def rate(update: Callable[[], None]) -> float:
-        return count * pieces / statistics.median(bench.rounds(update, least=4))
+        return count * pieces / statistics.median(bench.rounds(update, least=12))
 
     figures: Figures = {}
     rates: dict[Where, float] = {}

@@ -4,8 +4,8 @@ Between two events everything that is at work goes on at a constant rate, which 
 
 - each direction of the link has its rate, lower while the other direction is busy; where a fetch and state that is
   streamed through the device share a direction, the fetch, which is one large copy, gets most of it;
-- host memory has one bandwidth. Copies win: the cores' update gets what they leave (measured on an H200: 4.1 G
-  parameters/s alone, 2.3 to 2.7 with both directions busy);
+- host memory has one bandwidth, a lower one while both the cores and the device update. Copies win: the cores' update
+  gets what they leave (measured on an H200: 4.1 G parameters/s alone, 2.3 to 2.7 with both directions busy);
 - the h2d and d2h lanes take one copy at a time, in order; updates are taken by priority, by host and device at once
   (oomc.runtime.updates). An update has read its gradient when all but what fits the ring is done.
 """
@@ -24,9 +24,9 @@ Kind = Literal["copy", "keep", "sum"]
 HOST_BYTES: dict[Kind, float] = {"copy": 0.0, "keep": 1.0, "sum": 5.0}
 """Host memory bytes that the cores move for each byte of a gradient that arrives: kept ones are read for the norm,
 summed ones are read and added to an fp32 sum."""
-LARGE_SHARE = 0.75
+LARGE_SHARE = 0.85
 """What a large copy gets of a direction of the link that it shares with state on its way through the device: 0.60 to
-0.86 in ten fetches of two recorded steps (docs/RESULTS.md)."""
+0.86 in ten fetches of two recorded steps, 0.85 to 0.96 in seventeen of two on another machine (docs/RESULTS.md)."""
 LEAST = 0.05
 """The share of its rate that the cores' update keeps, however busy the copies are."""
 EPSILON = 1e-12
@@ -114,13 +114,14 @@ class Rates:
         self.d2h = max(self.d2h, LEAST * m.d2h) if out else 0.0
         behind = HOST_BYTES[out] if out else 0.0
         traffic = (self.h2d + 2 * moved * self.device) * m.copy_traffic + self.d2h * (m.copy_traffic + behind)
-        if traffic > m.host_bandwidth:
-            slower = m.host_bandwidth / traffic
+        bandwidth = m.mixed_bandwidth if host and device else m.host_bandwidth
+        if traffic > bandwidth:
+            slower = bandwidth / traffic
             self.h2d, self.d2h, self.device = slower * self.h2d, slower * self.d2h, slower * self.device
-            traffic = m.host_bandwidth
+            traffic = bandwidth
         self.host = 0.0
         if host:
-            left = (m.host_bandwidth - traffic) / (touched + grad * m.copy_traffic)
+            left = (bandwidth - traffic) / (touched + grad * m.copy_traffic)
             self.host = max(min(alone, left), LEAST * alone)
             both = m.both_rate * m.update_bytes / touched
             if device and self.host + self.device > both:

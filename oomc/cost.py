@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -38,8 +38,11 @@ B, S = sympy.symbols("B S", integer=True, positive=True)
 EAGER = 0.75
 """Share of the bandwidth that single operators reach: many of them broadcast, cast or read transposed. Fitted to one
 eager layer of Qwen3-30B-A3B on an H200 (36.9 ms forward and backward of 16K tokens, with flash attention)."""
-OWN_ATTENTION = 0.5
-"""The rate of oomc.triton_attention by that of cuDNN: a guess, not measured yet."""
+OWN_ATTENTION = (0.55, 0.35)
+"""The rates of oomc.triton_attention by those of cuDNN, forward and backward: 0.47 to 0.61 and 0.27 to 0.5 on an H200
+(docs/RESULTS.md)."""
+CHUNK_LAUNCHES = 2
+"""Kernels that put the results of a chunk into the whole."""
 
 FUSED = frozenset({
     "_to_copy", "clone", "cat", "stack", "sum", "mean", "amax", "amin", "any", "all", "var_mean", "_softmax",
@@ -87,6 +90,10 @@ class FormCost:
             self._numbers = function([*flat, self.in_place, *self.summed])
         return self._numbers(batch, sequence)
 
+    def launches(self, batch: int, sequence: int) -> float:
+        """Kernels of running the graph once."""
+        return sum(self.numbers(batch, sequence)[3 : 4 * len(self.calls) : 4])
+
     def seconds(self, batch: int, sequence: int, machine: Machine, share: float = 1.0) -> float:
         """Time of running the graph once, where kernels bound by memory reach `share` of the bandwidth."""
         numbers = self.numbers(batch, sequence)
@@ -106,7 +113,7 @@ class FormCost:
         """Time of putting the results of one of so many chunks into the whole (oomc.runtime.compute.Total)."""
         in_place, elements, count = self.numbers(batch, sequence)[-3:]
         added = 3 * count if chunks == 2 else (chunks + 1) * count + 8 * (chunks - 1) * elements
-        return (2 * in_place + added / chunks) / machine.bandwidth + 2 * machine.launch
+        return (2 * in_place + added / chunks) / machine.bandwidth + CHUNK_LAUNCHES * machine.launch
 
 
 def tile_shapes(sizes: tuple[int, int], chunk: tuple[int, int]) -> list[tuple[tuple[int, int], int]]:
@@ -138,8 +145,9 @@ def _rate(machine: Machine, call: Call, size: float, flops: float) -> float:
         return machine.grouped_rate(call.dtype, size, flops)
     if _tiled(machine, call):
         return machine.gemm_rate("f32", flops)
-    table = machine.attention_backward if call.kind.endswith("_backward") else machine.attention_forward
-    return table.at(size) * (OWN_ATTENTION if call.kind.startswith("triton") and not machine.on_host else 1.0)
+    backward = call.kind.endswith("_backward")
+    table = machine.attention_backward if backward else machine.attention_forward
+    return table.at(size) * (OWN_ATTENTION[backward] if call.kind.startswith("triton") and not machine.on_host else 1.0)
 
 
 @dataclass
@@ -187,9 +195,11 @@ class Costs:
 
     @cached_property
     def while_updating(self) -> Costs:
-        """The same while the host's cores update: launches take longer."""
-        machine = replace(self.machine, launch=max(self.machine.launch, self.machine.launch_busy))
-        busy = Costs(self.program, machine, self.backend, self.factors)
+        """The same while the host's cores update: a graph takes as long as the thread that issues it needs, at least.
+
+        That thread then waits for cores, longer than a small kernel takes; behind large kernels it stays ahead.
+        """
+        busy = Costs(self.program, self.machine, self.backend, self.factors)
         busy.idle, busy._forms, busy._bytes = self, self._forms, self._bytes
         return busy
 
@@ -215,21 +225,22 @@ class Costs:
         """Time of a form's graph on a batch of `sizes` = (batch, sequence), run in `chunk`s if there are any."""
         key = form, variant, sizes, chunk
         if key not in self._seconds:
-            cost, factor = self.of(form, variant), self.factors.of(form, steps.phase_of(variant))
             shapes = tile_shapes(sizes, chunk or sizes)
             chunks = sum(count for _, count in shapes)
             self._seconds[key] = sum(
-                count * (self._measured_seconds(form, variant, shape, factor)
-                         + (cost.chunk_seconds(*shape, self.machine, chunks) if chunks > 1 else 0.0))
-                for shape, count in shapes
-            )  # fmt: skip
+                count * self._chunk_seconds(form, variant, shape, chunks) for shape, count in shapes
+            )
         return self._seconds[key]
 
-    def _measured_seconds(self, form: str, variant: str, shape: tuple[int, int], factor: float) -> float:
-        """Of one tile, by a factor that was measured while no cores updated: what those cost comes on top."""
-        seconds = self.tile_seconds(form, variant, shape)
-        idle = self.idle.tile_seconds(form, variant, shape) if self.idle else seconds
-        return factor * idle + (seconds - idle)
+    def _chunk_seconds(self, form: str, variant: str, shape: tuple[int, int], chunks: int) -> float:
+        """Of one of so many tiles."""
+        cost = self.of(form, variant)
+        seconds = self.factors.of(form, steps.phase_of(variant)) * self.tile_seconds(form, variant, shape)
+        launches = cost.launches(*shape)
+        if chunks > 1:
+            seconds += cost.chunk_seconds(*shape, self.machine, chunks)
+            launches += CHUNK_LAUNCHES
+        return max(seconds, launches * self.machine.launch_busy) if self.idle else seconds
 
     def tile_seconds(self, form: str, variant: str, shape: tuple[int, int]) -> float:
         """The estimate for a form's graph on one tile, whatever was measured."""

@@ -130,6 +130,16 @@ class Machine:
         """Whether the device is the host itself: its stand-in."""
         return self.copy_traffic > 1.0
 
+    @property
+    def mixed_bandwidth(self) -> float:
+        """Bytes/s of host memory while both the cores and the device update: what such updates alone reach.
+
+        Cores and large copies reach more together, state in small pieces less. Beside a fetch the two moved 0.96 to
+        1.01 of what they move without one (docs/RESULTS.md). The device moves 24 bytes for each parameter.
+        """
+        moved = (self.update_bytes + 2.0 * self.copy_traffic, 24.0 * self.copy_traffic)
+        return min(self.host_bandwidth, self.both_rate * sum(moved) / 2)
+
     def gemm_rate(self, dtype: str, flops: float) -> float:
         """FLOP/s of a dense product of `flops`; a dtype without a table counts as the widest that has one."""
         return _of(self.gemm, dtype).at(flops)

@@ -195,7 +195,7 @@ def rates_of(machine: Machine, moved: float, grad: float) -> Array:
     ring, ring_both = (ring_buffers(m.cores, where) * BUFFER_ELEMENTS for where in ("host", "both"))
     return np.array([
         m.h2d, m.d2h, m.h2d_both, m.d2h_both, m.copy_traffic, m.host_bandwidth, m.update_rate, m.update_bytes,
-        m.streamed_rate, m.both_rate, m.bandwidth, m.copy_latency, ring, ring_both, moved, grad,
+        m.streamed_rate, m.both_rate, m.bandwidth, m.copy_latency, ring, ring_both, moved, grad, m.mixed_bandwidth,
     ], np.float64)  # fmt: skip
 
 

@@ -32,8 +32,8 @@ JPARAMS, JLEFT, JGRAD, JORDER, JRES, JURGENT, JAFTER, JSTART, JREAD, JEND = rang
 # places in the vector of the machine's rates
 (
     H2D, D2H, H2D_BOTH, D2H_BOTH, TRAFFIC, HOST_RATE, UPDATE_RATE, UPDATE_BYTES, STREAMED, BOTH_RATE, BANDWIDTH,
-    LATENCY, RING, RING_BOTH, MOVED, GRAD,
-) = range(16)  # fmt: skip
+    LATENCY, RING, RING_BOTH, MOVED, GRAD, MIXED_RATE,
+) = range(17)  # fmt: skip
 
 
 @njit
@@ -56,13 +56,14 @@ def _rates(m: Any, where: int, fetch: bool, out: int, host: bool, device: bool, 
     leave = max(link_out - moved * by_device - flow * m[D2H_BOTH], LEAST * m[D2H]) if out >= 0 else 0.0
     behind = KEEP_BYTES if out == KEEP else SUM_BYTES if out == SUM else 0.0
     traffic = (into + 2 * moved * by_device) * m[TRAFFIC] + leave * (m[TRAFFIC] + behind)
-    if traffic > m[HOST_RATE]:
-        slower = m[HOST_RATE] / traffic
+    bandwidth = m[MIXED_RATE] if host and device else m[HOST_RATE]
+    if traffic > bandwidth:
+        slower = bandwidth / traffic
         into, leave, by_device = slower * into, slower * leave, slower * by_device
-        traffic = m[HOST_RATE]
+        traffic = bandwidth
     by_host = 0.0
     if host:
-        left = (m[HOST_RATE] - traffic) / (touched + grad * m[TRAFFIC])
+        left = (bandwidth - traffic) / (touched + grad * m[TRAFFIC])
         by_host = max(min(alone, left), LEAST * alone)
         both = m[BOTH_RATE] * m[UPDATE_BYTES] / touched
         if device and by_host + by_device > both:
