@@ -15,16 +15,23 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from oomc import meta
 from oomc.offloadable import is_fence_result, kept_values, value_bytes, why_not
 from oomc.plan import Budget, Plan, Residency, Updates
 from oomc.program import PassResult, Program
+from oomc.worksets import Form
 
 CHUNK_TOKENS = tuple(4**n for n in range(15, 1, -1))
 LOSS_TOKENS = 4096
 """Most tokens in a chunk of the loss: its logits are much larger than what goes in, and more would be no faster."""
+
+LOOKUP_TOKENS = 65536
+"""Fewest tokens in a chunk of a lookup, whose gradients are as large as its table: chunks save next to nothing and add
+these up. Not one chunk for all, since torch's CUDA kernel takes memory of its own for each of its tokens."""
+_LOOKUPS = frozenset({torch.ops.aten.embedding.default, torch.ops.aten.embedding_dense_backward.default})
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,7 @@ class ChooseResidency:
             form = program.forms[workset.form]
             if form.chunk:
                 tokens = min(self.candidate.tokens, LOSS_TOKENS) if any(form.reduced) else self.candidate.tokens
+                tokens = max(tokens, LOOKUP_TOKENS) if _looks_up(form) else tokens
                 columns = sequence if form.chunk == "rows" else min(sequence, tokens)
                 result[workset.name] = max(1, min(batch, tokens // columns)), columns
         return result
@@ -167,3 +175,10 @@ class ChooseResidency:
         fences = {node.args[0] for node in large.values() if is_fence_result(program, node)}
         beside = [name for name, node in small.items() if node.args[0] in fences]
         return {**dict.fromkeys(large, "offload"), **dict.fromkeys(beside, "keep")}
+
+
+def _looks_up(form: Form) -> bool:
+    """Whether a form's graphs do nothing but look up rows of a table."""
+    graphs = [g.graph for g in (form.forward, form.backward) if g is not None]
+    found = [node.target for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    return bool(found) and _LOOKUPS.issuperset(found)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from oomc.passes import choose_residency
+
 GOLDEN = Path(__file__).parent / "golden"
 
 Golden = Callable[[str, str], None]
@@ -29,6 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(skip)
+
+
+@pytest.fixture
+def cut_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookups run in chunks as small as those of all else, as they do where there are many more tokens."""
+    monkeypatch.setattr(choose_residency, "LOOKUP_TOKENS", 1)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from oomc.passes.choose_residency import (
     CANDIDATES,
     CHUNK_TOKENS,
     LARGE_CHUNKS,
+    LOOKUP_TOKENS,
     LOSS_TOKENS,
     SMALL_CHUNKS,
     Candidate,
@@ -69,11 +70,20 @@ def test_chunks_are_no_larger_than_the_candidate_says(batch: int, sequence: int,
     for name, (rows, columns) in plan.chunks.items():
         assert 1 <= rows <= batch
         assert 1 <= columns <= sequence
-        assert rows * columns <= (min(candidate.tokens, LOSS_TOKENS) if name == "epilogue/0" else candidate.tokens)
+        most = {"epilogue/0": min(candidate.tokens, LOSS_TOKENS), "prologue/0": max(candidate.tokens, LOOKUP_TOKENS)}
+        assert rows * columns <= most.get(name, candidate.tokens)
         cover = tiles(batch, sequence, (rows, columns))
         sizes = [(t.rows.stop - t.rows.start, t.columns.stop - t.columns.start) for t in cover]
         assert sum(b * s for b, s in sizes) == batch * sequence
         assert all(1 <= b <= rows and 1 <= s <= columns for b, s in sizes)
+
+
+def test_a_lookup_runs_whole_up_to_many_tokens() -> None:
+    """Each of its chunks would give a gradient as large as the table, to be added up."""
+    for (batch, sequence), wanted in {(4, 4096): (4, 4096), (40, 4096): (16, 4096), (1, 1 << 20): (1, 65536)}.items():
+        chunks = ChooseResidency((batch, sequence), candidate=Candidate(1024, 1, 1)).chunks(programs.bare("mlp"))
+        assert chunks["prologue/0"] == wanted
+        assert chunks["layers.0/0"] == (1, 1024)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)

@@ -22,6 +22,8 @@ from tests.helpers import Blind, assert_same_gradients, compiled, relative, toke
 from tests.reference import Reference
 from tests.rounding import assert_rounds_as_eager
 
+pytestmark = pytest.mark.usefixtures("cut_lookups")
+
 CASES = [
     *(((1, 21), chunk, count) for chunk, count in ((21, 1), (11, 2), (7, 3), (6, 4), (5, 5), (4, 6), (3, 7))),
     *(((3, 24), chunk, count) for chunk, count in ((9, 9), (30, 3), (48, 2))),

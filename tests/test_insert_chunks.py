@@ -9,6 +9,8 @@ from oomc.passes.choose_residency import Candidate
 from oomc.passes.insert_chunks import InsertChunks
 from tests import programs
 
+pytestmark = pytest.mark.usefixtures("cut_lookups")
+
 
 @pytest.mark.parametrize(("tokens", "chunk"), [(16, (1, 12)), (8, (1, 8)), (24, (2, 12))])
 def test_forward_and_backward_run_in_the_planned_chunks(tokens: int, chunk: tuple[int, int]) -> None:

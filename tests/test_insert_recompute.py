@@ -17,6 +17,8 @@ from oomc.verify import verify_program
 from tests import programs
 from tests.conftest import Golden
 
+pytestmark = pytest.mark.usefixtures("cut_lookups")
+
 
 def backward_part(program: Program) -> str:
     """The printed step from the last block's backward on."""
