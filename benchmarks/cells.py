@@ -3,10 +3,11 @@
     python -m oomc calibrate
     python benchmarks/cells.py --layers 4 --cells 4x4096@13GiB,16x4096@24GiB --plans 12
 
-A cell is batch x sequence @ device budget. With `--plans`, steps of so many plans that a person would try instead are
-timed after each of the first `--tried` cells: the chosen plan with other prefetching, more or fewer gradients held,
-other updaters, everything kept or recomputed, fewer slabs on the device, other chunks. Those that do not fit the budget
-are left out. The chosen plan is timed again at the end, since what else the machine does moves the times.
+A cell is batch x sequence @ device budget, with / and the tokens of a chunk behind it where chunks are to have so many.
+With `--plans`, steps of so many plans that a person would try instead are timed after each of the first `--tried`
+cells: the chosen plan with other prefetching, more or fewer gradients held, other updaters, everything kept or
+recomputed, fewer slabs on the device, other chunks. Those that do not fit the budget are left out. The chosen plan is
+timed again at the end, since what else the machine does moves the times.
 """
 
 from __future__ import annotations
@@ -51,30 +52,34 @@ def main() -> None:
         for index, cell in enumerate(args.cells.split(",")):
             args.plans *= index < args.tried
             sizes, budget = cell.split("@")
+            budget, _, chunk = budget.partition("/")
             batch, seq = map(int, sizes.split("x"))
-            print(json.dumps(run(model, batch, seq, budget, host, device, args)), flush=True)
+            print(json.dumps(run(model, batch, seq, budget, int(chunk or 0), host, device, args)), flush=True)
 
 
 def run(
-    model: Any, batch: int, seq: int, budget: str, host: HostMeter, device: torch.device, args: argparse.Namespace
-) -> dict[str, Any]:
-    """Everything about one cell."""
+    model: Any, batch: int, seq: int, budget: str, chunk: int, host: HostMeter, device: torch.device,
+    args: argparse.Namespace,
+) -> dict[str, Any]:  # fmt: skip
+    """Everything about one cell; with `chunk`, in chunks of so many tokens."""
     stream = batches(1, batch, seq, model.config.vocab_size)
     example = next(stream)
     began = time.perf_counter()
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     step = oomc.compile(model, oomc.Budget(budget), optimizer=optimizer, example=example, device=device, tune=0,
-                        time_worksets=args.time_worksets)  # fmt: skip
+                        time_worksets=args.time_worksets, chunk_tokens=chunk or None)  # fmt: skip
     compile_s = time.perf_counter() - began
     host.restart()
-    seconds = measured(step, stream, args.warmup, args.steps, device)
+    times = measured(step, stream, args.warmup, args.steps, device)
+    seconds = statistics.median(times)
     figures, metrics, chosen = step.report().data, step.metrics, step.plan
     projected = figures["timeline"]["step_s"]
     needed = sum(count for name, count in figures["host"].items() if name != "allowed")
     result = {
         "layers": args.layers, "parameters": sum(p.numel() for p in model.parameters()), "tokens": batch * seq,
-        "batch": batch, "seq": seq, "budget": budget, "plan": chosen.describe(), "compile_s": compile_s,
-        "step_measured": seconds, "step_projected": projected, "step_ratio": projected / seconds,
+        "batch": batch, "seq": seq, "budget": budget, "chunk_tokens": chunk,
+        "plan": chosen.describe(), "compile_s": compile_s,
+        "step_measured": seconds, "steps_s": times, "step_projected": projected, "step_ratio": projected / seconds,
         "device_measured": metrics["device_peak"], "device_projected": metrics["device_projected"],
         "device_ratio": metrics["device_projected"] / metrics["device_peak"], **device_peaks(device),
         "host_measured": host.peak, "host_projected": needed, "host_ratio": needed / max(1, host.peak),
@@ -82,7 +87,7 @@ def run(
     }  # fmt: skip
     if args.plans:
         result["others"] = others(step, chosen, stream, example, args.plans, device)
-        result["step_again"] = measured(step, stream, 1, args.steps, device)
+        result["step_again"] = statistics.median(measured(step, stream, 1, args.steps, device))
         best = min([each["step_s"] for each in result["others"]], default=seconds)
         result["against_best"] = min(seconds, result["step_again"]) / best
     step.close()
@@ -91,8 +96,8 @@ def run(
     return result
 
 
-def measured(step: oomc.Step, stream: Iterator[Any], warmup: int, steps: int, device: torch.device) -> float:
-    """The median time of a call with its loss read."""
+def measured(step: oomc.Step, stream: Iterator[Any], warmup: int, steps: int, device: torch.device) -> list[float]:
+    """The times of calls with their loss read."""
     times = []
     for _ in range(warmup + steps):
         batch = next(stream)
@@ -101,7 +106,7 @@ def measured(step: oomc.Step, stream: Iterator[Any], warmup: int, steps: int, de
         times.append(time.perf_counter() - start)
     step.synchronize()
     synchronize(device)
-    return statistics.median(times[warmup:])
+    return times[warmup:]
 
 
 def others(
@@ -115,7 +120,7 @@ def others(
             break
         try:
             step.use_plan(plan, **example)
-            found.append({"what": name, "step_s": measured(step, stream, 1, 2, device)})
+            found.append({"what": name, "step_s": statistics.median(measured(step, stream, 1, 2, device))})
         except oomc.BudgetError:
             continue
     step.use_plan(chosen, **example)
