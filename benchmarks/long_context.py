@@ -8,9 +8,10 @@ then its update, then `--steps` plain steps on the long batch. `gradient_error` 
 of the two gradients as a whole, `worst_gradient_error` that of the worst parameter's; in bf16 it is rounding (each
 chunk's weight gradients are rounded once, and the two runs' chunks differ), in fp32 next to nothing.
 
-With `--regenerate N` the long batch runs by its plan with values between layers made again in the backward, at most N
-in a row, whatever the planner says of it. `regenerated` is how many are, `attention_on_host` how many of attention's
-results wait on the host.
+With `--attention-on-host` attention's results wait on the host, and with `--regenerate N` values between layers are
+made again in the backward, at most N in a row, as many as the device budget allows: the long batch runs by its plan
+with these decisions, whatever the planner says of them. `regenerated` is how many values are, `attention_on_host` how
+many of attention's results wait on the host.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from common import ADAMW, HostMeter, batches, build_model, device_peaks, synchro
 import oomc
 from oomc import machine, meta
 from oomc.cost import Costs
-from oomc.offloadable import is_fence_result, kept_values
+from oomc.offloadable import is_fence_result, kept_values, value_bytes
+from oomc.passes.choose_residency import OFFLOAD_FROM
+from oomc.plan import Plan
 from oomc.regenerate import boundaries, groups, with_regenerated
 
 
@@ -46,6 +49,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--tiny", action="store_true", help="a model of small sizes")
     parser.add_argument("--regenerate", type=int, metavar="N", help="make values between layers again, N in a row")
+    parser.add_argument("--attention-on-host", action="store_true", help="have attention's results wait on the host")
     parser.add_argument("--report", metavar="PATH", help="save the report here")
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -63,8 +67,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     budget = oomc.Budget(args.device_budget, args.host_budget)
     step = oomc.compile(model, budget, optimizer=optimizer, example=batch, device=device, tune=0)
-    if args.regenerate:
-        regenerate(step, batch, args.regenerate)
+    if args.attention_on_host or args.regenerate:
+        decide(step, batch, args.attention_on_host, args.regenerate or 0)
     compiled = time.perf_counter() - began
     found: dict[str, Any] = {}
     with meter:
@@ -112,23 +116,43 @@ def main() -> None:
     )
 
 
-def regenerate(step: oomc.Step, batch: dict[str, torch.Tensor], most: int) -> None:
-    """Run batches like this one by their plan with values between layers regenerated, at most so many in a row."""
+def decide(step: oomc.Step, batch: dict[str, torch.Tensor], offload: bool, most: int) -> None:
+    """Run batches like this one by their plan with attention's results on the host, and with values between layers
+    regenerated, at most so many in a row: all that the device budget allows, since those of a row are there at once."""
     assert step._current is not None
     bare, plan = step._current.bare, step.plan
+    if offload:
+        plan = replace(plan, residency={**plan.residency, **dict.fromkeys(attention_results(step), "offload")})
+        use(step, batch, plan)
     known = boundaries(bare, plan, Costs(bare, machine.current(step._options.device)))
     layers = [b for b in known if bare.blocks[b.block].name.startswith("model.layers.")]
-    plan = with_regenerated(plan, [b.value for group in groups(layers, most) for b in group])
+    for group in groups(layers, most) if most else ():
+        more = with_regenerated(plan, [b.value for b in group])
+        try:
+            use(step, batch, more)
+        except oomc.BudgetError:
+            continue
+        plan = more
+    use(step, batch, plan)
+
+
+def use(step: oomc.Step, batch: dict[str, torch.Tensor], plan: Plan) -> None:
+    """Run whole steps and micro-batches like this one by a plan."""
     for accumulate in (False, True):
         step.use_plan(replace(plan, accumulate=accumulate), **batch)
 
 
-def attention_on_host(step: oomc.Step) -> int:
-    """How many results of attention wait on the host."""
+def attention_results(step: oomc.Step) -> list[str]:
+    """Names of what attention, or its like, has given and the backward uses, if it is worth a copy."""
     assert step._current is not None
-    bare, where = step._current.bare, step.plan.residency
-    names = [meta.note(node).source for node, inside in kept_values(bare) if inside and is_fence_result(bare, node)]
-    return sum(where[name] == "offload" for name in names if ":saved." not in name)
+    bare, sizes = step._current.bare, step.plan.sizes
+    found = [node for node, inside in kept_values(bare) if inside and is_fence_result(bare, node)]
+    return [meta.note(node).source for node in found if value_bytes(bare, node, sizes) >= OFFLOAD_FROM]
+
+
+def attention_on_host(step: oomc.Step) -> int:
+    """How many results of attention wait on the host, its log-sum-exp not counted."""
+    return sum(step.plan.residency[name] == "offload" for name in attention_results(step) if ":saved." not in name)
 
 
 def split(batch: dict[str, torch.Tensor], tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
