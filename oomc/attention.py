@@ -286,7 +286,7 @@ def _gradients(
     kernel = kernels.choose(q, k, v, segments is not None or sinks is not None, causal, window, softcap)
     if kernel == "triton":
         dq, dk, dv, delta = kernels.own_backward(
-            dout, q, k, v, out, lse, segments, scale, causal, window, softcap, in_place
+            dout, q, k, v, out, lse, segments, scale, causal, window, softcap, in_place, sinks is not None
         )  # fmt: skip
         return dq, dk, dv, _sink_gradient(sinks, lse, delta)
     if kernel != "tiled":

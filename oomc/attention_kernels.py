@@ -259,9 +259,10 @@ def own_forward(
 
 def own_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor | None, scale: float,
-    causal: bool, window: int | None, softcap: float, in_place: bool,
+    causal: bool, window: int | None, softcap: float, in_place: bool, sums: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, heads inside or in the memory of q, k and v, and the rows' sums of dout * out, [B, Hq, S] in fp32.
+    """dq, dk, dv, heads inside or in the memory of q, k and v, and the rows' sums of dout * out, [B, Hq, S] in fp32,
+    with `sums` from unrounded probabilities.
 
     Both kernels read k and v, so that dk and dv are copied there at the end; dq is written where its queries were.
     """
@@ -275,7 +276,7 @@ def own_backward(
 
         with torch.cuda.device_of(q):
             triton_attention.backward(
-                dout, q, k, v, out, lse, segments, delta, dq, dk, dv, scale, causal, window, softcap
+                dout, q, k, v, out, lse, segments, delta, dq, dk, dv, scale, causal, window, softcap, sums
             )  # fmt: skip
     if not in_place:
         return dq, dk, dv, delta

@@ -212,10 +212,11 @@ def _backward_queries(
     dout, q, k, v, segments, lse, delta, dq, S, T, scale, softcap, window,
     g_b, g_h, g_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, d_b, d_h, d_s, BATCH, HEADS, GROUP,
     SIZE: tl.constexpr, V_SIZE: tl.constexpr, WIDTH: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SEGMENTS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SEGMENTS: tl.constexpr, SUMS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dq of a block of queries, which may lie where these do: no other program reads them."""
+    """dq of a block of queries, which may lie where these do: no other program reads them. With SUMS, `delta` becomes
+    the rows' sums of dout * out from unrounded probabilities, not from an `out` in 16 bits."""
     b, h, block = _place(HEADS, BATCH, tl.cdiv(S, ROWS))
     k, v = k + b * k_b + h // GROUP * k_h, v + b * v_b + h // GROUP * v_h
     rows = block * ROWS + tl.arange(0, ROWS)
@@ -225,7 +226,7 @@ def _backward_queries(
     given = _block(dout + b * g_b + h * g_h, rows, g_s, S, V_SIZE, WIDTH)
     own_lse = tl.load(lse + (b * HEADS + h) * S + rows, rows < S, other=0.0)
     own_delta = tl.load(delta + (b * HEADS + h) * S + rows, rows < S, other=0.0)
-    sums = tl.zeros([ROWS, WIDTH], tl.float32)
+    sums, exact = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
     start, end = _range_of_keys(block * ROWS + T - S, ROWS, T, window, CAUSAL, WINDOW, KEYS)
     for first in range(start, end, KEYS):
         keys = first + tl.arange(0, KEYS)
@@ -235,12 +236,17 @@ def _backward_queries(
             values = _block(v, keys, v_s, T, V_SIZE, WIDTH)
             seen = _seen(positions[:, None], keys[None, :], own[:, None], other[None, :], T, window,
                          CAUSAL, WINDOW, SEGMENTS)  # fmt: skip
-            _, slope = _slopes(
-                tl.dot(queries, tl.trans(their_keys)), own_lse[:, None], seen, tl.dot(given, tl.trans(values)),
-                own_delta[:, None], scale, softcap, SOFTCAP,
+            slopes = tl.dot(given, tl.trans(values))
+            p, slope = _slopes(
+                tl.dot(queries, tl.trans(their_keys)), own_lse[:, None], seen, slopes, own_delta[:, None], scale,
+                softcap, SOFTCAP,
             )  # fmt: skip
+            if SUMS:
+                exact += tl.sum(p * slopes, 1)
             sums += tl.dot(slope.to(their_keys.dtype), their_keys)
     _store(dq + b * d_b + h * d_h, rows, d_s, S, sums, SIZE, WIDTH)
+    if SUMS:
+        tl.store(delta + (b * HEADS + h) * S + rows, exact, rows < S)
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -291,9 +297,10 @@ def forward(
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor | None, delta: Tensor,
-    dq: Tensor, dk: Tensor, dv: Tensor, scale: float, causal: bool, window: int | None, softcap: float,
+    dq: Tensor, dk: Tensor, dv: Tensor, scale: float, causal: bool, window: int | None, softcap: float, sums: bool,
 ) -> None:  # fmt: skip
-    """dq, dk and dv, and delta [B, Hq, S], the rows' sums of dout * out; dq may be q. The rest is as for `forward`."""
+    """dq, dk and dv, and delta [B, Hq, S], the rows' sums of dout * out, with `sums` exact enough for sinks; dq may be q.
+    The rest is as for `forward`."""
     batch, heads, count, keys = *q.shape[:3], k.shape[2]
     sizes, options = _sizes(q, v), _options(causal, window, softcap, segments)
     kept, over, how = _blocks(sizes["WIDTH"], backward=True)
@@ -309,5 +316,5 @@ def backward(
     )  # fmt: skip
     _backward_queries[triton.cdiv(count, kept) * batch * heads,](
         dout, q, k, v, segments, lse, delta, dq, *numbers, *_strides(dout, q, k, v, dq), *shared,
-        **sizes, **options, ROWS=kept, KEYS=over, **how,
+        **sizes, **options, SUMS=sums, ROWS=kept, KEYS=over, **how,
     )  # fmt: skip

@@ -74,7 +74,7 @@ def test_as_in_fp64(device: str, name: str) -> None:
     bound = 1e-3 if q.dtype == torch.float16 else 8e-3
     assert distance(out, wanted) < bound and distance(lse, wanted_lse) < 1e-5
     gradients = attention_backward(dout.double(), *wide, wanted, wanted_lse, own_sinks, segments, *options)
-    *found, delta = own_backward(dout, q, k, v, out, lse, segments, *options, False)
+    *found, delta = own_backward(dout, q, k, v, out, lse, segments, *options, False, sinks is not None)
     for one, other in zip(found, gradients[:3], strict=True):
         assert distance(one, other) < bound
     if sinks is not None:
