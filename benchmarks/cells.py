@@ -3,6 +3,7 @@
     python -m oomc calibrate
     python benchmarks/cells.py --layers 4 --cells 4x4096@13GiB,16x4096@24GiB --plans 12
 
+On a host that others work on too, its rates move from minute to minute: `--recalibrate` measures them before each cell.
 A cell is batch x sequence @ device budget, with / and the tokens of a chunk behind it where chunks are to have so many.
 With `--plans`, steps of so many plans that a person would try instead are timed after each of the first `--tried`
 cells: the chosen plan with other prefetching, more or fewer gradients held, other updaters, everything kept or
@@ -26,6 +27,8 @@ import torch
 from common import ADAMW, HostMeter, batches, build_model, device_peaks, synchronize
 
 import oomc
+from oomc import machine
+from oomc.calibrate import calibrate_host
 from oomc.plan import Plan
 
 
@@ -38,6 +41,9 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--time-worksets", action="store_true", help="plan with graphs that are timed first")
+    parser.add_argument(
+        "--recalibrate", action="store_true", help="measure the link and the host's rates anew before each cell"
+    )  # fmt: skip
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of small sizes")
     args = parser.parse_args()
@@ -62,6 +68,9 @@ def run(
     args: argparse.Namespace,
 ) -> dict[str, Any]:  # fmt: skip
     """Everything about one cell; with `chunk`, in chunks of so many tokens."""
+    if args.recalibrate:
+        calibrate_host(device)
+    rates = machine.current(device)
     stream = batches(1, batch, seq, model.config.vocab_size)
     example = next(stream)
     began = time.perf_counter()
@@ -83,7 +92,7 @@ def run(
         "device_measured": metrics["device_peak"], "device_projected": metrics["device_projected"],
         "device_ratio": metrics["device_projected"] / metrics["device_peak"], **device_peaks(device),
         "host_measured": host.peak, "host_projected": needed, "host_ratio": needed / max(1, host.peak),
-        "bound": figures["timeline"].get("bound"),
+        "bound": figures["timeline"].get("bound"), "both_rate": rates.both_rate, "host_bandwidth": rates.host_bandwidth,
     }  # fmt: skip
     if args.plans:
         result["others"] = others(step, chosen, stream, example, args.plans, device)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ from oomc.worksets import dtype_name
 
 SECONDS = 45.0
 """For all measurements together; compiling the optimizer's kernels and pinning memory come on top."""
+HOST_SECONDS = 20.0
+"""Likewise for those of the host alone."""
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 Figures = dict[str, Any]
 """Some of Machine's fields."""
@@ -51,6 +53,14 @@ def calibrate(device: torch.device | str, *, force: bool = False, seconds: float
     if path.exists() and not force:
         return Machine.load(path), path
     machine = measure(device, seconds)
+    return machine, machine.save(path)
+
+
+def calibrate_host(device: torch.device | str, *, seconds: float = HOST_SECONDS) -> tuple[Machine, Path]:
+    """The same, with the link, the host's memory and updates measured anew: what other work on the machine moves."""
+    machine, path = calibrate(device)
+    bench = Bench(torch.device(device), seconds)
+    machine = replace(machine, **measure_link(bench), **measure_updates(bench))
     return machine, machine.save(path)
 
 
@@ -267,11 +277,11 @@ def measure_updates(bench: Bench) -> Figures:
     choice. What the cores and the copies move together is the bandwidth of host memory that they share. What a kernel
     that only streams reaches is no measure of it: on an H200's host 250 to 320 GB/s against about 150.
     """
-    count, pieces = (64 << 20, 12) if bench.cuda else (8 << 20, 6)
+    count, pieces, rounds = (64 << 20, 12, 12) if bench.cuda else (8 << 20, 6, 3)
     touched, grad, traffic = 26.0, 2.0, 1.0 if bench.cuda else 2.0
 
     def rate(update: Callable[[], None]) -> float:
-        return count * pieces / statistics.median(bench.rounds(update, least=12))
+        return count * pieces / statistics.median(bench.rounds(update, least=rounds))
 
     figures: Figures = {}
     rates: dict[Where, float] = {}

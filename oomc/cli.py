@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "train":
             train(args)
         elif args.command == "calibrate":
-            print(calibrated(args.device, args.force))
+            print(calibrated(args.device, args.force, args.host))
         elif args.command == "plan":
             code = cli_plan.run(args)
         else:
@@ -137,17 +137,23 @@ def make_parser() -> argparse.ArgumentParser:
     three = commands.add_parser("calibrate", help="measure this machine's rates, which plans are made from")
     three.add_argument("--device", choices=["cpu", "cuda"], help="default: the GPU if there is one")
     three.add_argument("--force", action="store_true", help="measure anew what has been measured before")
+    three.add_argument(
+        "--host", action="store_true", help="measure the link, host memory and updates anew: what other work moves"
+    )  # fmt: skip
 
     cli_plan.add_command(commands, positive)
     return parser
 
 
-def calibrated(device: str | None, force: bool) -> str:
+def calibrated(device: str | None, force: bool, host: bool) -> str:
     """The machine's rates as a table, measured unless they are known, and where they are kept."""
-    from oomc.calibrate import calibrate, describe
+    from oomc.calibrate import calibrate, calibrate_host, describe
 
-    machine, path = calibrate(device or ("cuda" if torch.cuda.is_available() else "cpu"), force=force)
-    return f"{describe(machine)}\n\nkept in {path}; `oomc calibrate --force` measures anew"
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    machine, path = calibrate_host(device) if host else calibrate(device, force=force)
+    return (
+        f"{describe(machine)}\n\nkept in {path}; `oomc calibrate --force` measures anew, with `--host` the host alone"
+    )
 
 
 def positive(text: str) -> int:

@@ -299,8 +299,10 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor | None, delta: Tensor,
     dq: Tensor, dk: Tensor, dv: Tensor, scale: float, causal: bool, window: int | None, softcap: float, sums: bool,
 ) -> None:  # fmt: skip
-    """dq, dk and dv, and delta [B, Hq, S], the rows' sums of dout * out, with `sums` exact enough for sinks; dq may be q.
-    The rest is as for `forward`."""
+    """dq, dk and dv, and delta [B, Hq, S], the rows' sums of dout * out, with `sums` from unrounded probabilities.
+
+    dq may be q. The rest is as for `forward`.
+    """
     batch, heads, count, keys = *q.shape[:3], k.shape[2]
     sizes, options = _sizes(q, v), _options(causal, window, softcap, segments)
     kept, over, how = _blocks(sizes["WIDTH"], backward=True)

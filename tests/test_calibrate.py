@@ -70,6 +70,15 @@ def test_the_result_is_kept_and_found(
     assert current("cpu").launch == 2e-6
 
 
+def test_the_host_is_measured_anew_and_nothing_else(cached: Path) -> None:
+    slow = replace(default("cpu"), update_rate=1.0, both_rate=1.0, h2d=1.0, host_bandwidth=1.0, bandwidth=123.0)
+    slow.save(cached)
+    machine, path = module.calibrate_host("cpu", seconds=1.0)
+    assert (path, machine.bandwidth, machine.gemm) == (cached, 123.0, slow.gemm)
+    assert min(machine.update_rate, machine.both_rate, machine.h2d, machine.host_bandwidth) > 1e6
+    assert Machine.load(cached) == machine
+
+
 def test_the_command_line_prints_a_table_and_where_it_is_kept(
     cached: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
