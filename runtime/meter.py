@@ -21,7 +21,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from oomc import target
+
 _LIFTS = (torch.ops.aten.lift_fresh.default,)
+
+
+def _of_embedding_backward(grad: torch.Tensor, ids: torch.Tensor, rows: int, padding: int, *_: Any) -> int:
+    """Sorted indices, and fp32 sums of up to 10 gradients of a row each (EmbeddingBackwardKernel.cu of torch 2.11)."""
+    count, width = ids.numel(), grad.shape[-1]
+    if count <= 3072 and padding < 0:
+        return 0
+    partial = min(count, rows) + count // 10
+    return 4 * partial * (-(-width // 32) * 32) + 8 * (6 * count + 2 * partial)
+
+
+_WORKSPACES: dict[Any, Callable[..., int]] = {torch.ops.aten.embedding_dense_backward.default: _of_embedding_backward}
+"""Bytes that operators take in torch's CUDA kernels, out of sight, for their arguments; small ones are left out."""
 
 
 class Meter(TorchDispatchMode):
@@ -30,7 +45,8 @@ class Meter(TorchDispatchMode):
     Counted is every storage that an operation creates while the meter is active, until it dies (also after the meter
     has been left), and what is given to `track`. Storages from before, such as host slabs, are not, nor are views of
     them. The body of an `oomc` custom operation is run under the meter, so that its temporaries are seen too; under
-    fake tensors only where the body can be traced. Enter it inside of a FakeTensorMode, not around one.
+    fake tensors only where the body can be traced, and there workspaces of torch's CUDA kernels count as well. Enter it
+    inside of a FakeTensorMode, not around one.
 
     Args:
         bodies: overload -> a callable body with an attribute `traceable`; None for those of `oomc.opdef`.
@@ -89,6 +105,7 @@ class Meter(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         given = list(_tensors((args, kwargs)))
+        workspace = self._workspace(func, given, args)
         result = self._run(func, given)(*args, **kwargs)
         # a result in a storage that was given is a view or an in-place update; of a lifted constant it is news
         old = set() if func in _LIFTS else {tensor.untyped_storage()._cdata for tensor in given}
@@ -96,7 +113,16 @@ class Meter(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata not in old:
                 self._add(storage, str(func))
+        del workspace  # only now: it lives beside the result
         return result
+
+    def _workspace(self, func: Any, given: Sequence[torch.Tensor], args: Sequence[Any]) -> torch.Tensor | None:
+        """What a CUDA kernel takes beside its result, where memory is what is asked for (on fake tensors)."""
+        if func not in _WORKSPACES or not isinstance(given[0], FakeTensor) or target.kind(given[0].device) != "cuda":
+            return None
+        held = given[0].new_empty(_WORKSPACES[func](*args), dtype=torch.uint8)
+        self._add(held.untyped_storage(), str(func))
+        return held
 
     def _run(self, func: Any, given: Sequence[torch.Tensor]) -> Callable[..., Any]:
         body = self._bodies.get(func)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from oomc import target
 from oomc.runtime.layout import ParamSpec, SlabLayout
 from oomc.runtime.meter import Meter, host_bytes
 from oomc.runtime.slabs import HostSlab
@@ -145,3 +146,34 @@ def test_host_bytes_sees_touched_memory() -> None:
     held = torch.ones(256 << 20, dtype=torch.uint8)  # far more than what the allocator may have kept
     assert host_bytes() - before > 200 << 20
     del held
+
+
+@pytest.mark.parametrize(("count", "rows"), [(5000, 1000), (5000, 90000), (3000, 1000)])
+def test_a_lookups_gradient_takes_a_workspace_on_cuda(count: int, rows: int) -> None:
+    grad, ids = torch.empty(count, 40), torch.empty(count, dtype=torch.int64)
+    peaks = []
+    for capability in (None, (9, 0)):
+        with target.planning_for(capability), FakeTensorMode() as mode:
+            fakes = mode.from_tensor(grad), mode.from_tensor(ids)
+            with Meter() as meter:
+                result = torch.ops.aten.embedding_dense_backward(*fakes, rows, -1, False)
+            assert meter.current == result.untyped_storage().nbytes()
+            peaks.append(meter.peak - meter.current)
+    partial = min(count, rows) + count // 10
+    assert peaks == [0, 0 if count <= 3072 else 4 * 64 * partial + 8 * (6 * count + 2 * partial)]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [1000, 90000])
+def test_cuda_workspace_of_a_lookups_gradient(rows: int) -> None:
+    """What torch's kernel takes is what is projected, or a little less."""
+    grad = torch.zeros(20000, 512, dtype=torch.bfloat16, device="cuda")
+    ids = torch.randint(rows, (20000,), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = torch.ops.aten.embedding_dense_backward(grad, ids, rows, -1, False)
+    taken = torch.cuda.max_memory_allocated() - before - result.untyped_storage().nbytes()
+    with FakeTensorMode() as mode, Meter() as meter:
+        torch.ops.aten.embedding_dense_backward(mode.from_tensor(grad), mode.from_tensor(ids), rows, -1, False)
+    projected = meter.peak - result.untyped_storage().nbytes()
+    assert 0.9 * projected <= taken <= projected
