@@ -28,6 +28,8 @@ WIDEST = 256
 FARTHEST = 1 << 31
 """Elements between the first and the last of what a kernel gets are fewer."""
 Kernel = Literal["cudnn", "flash", "triton", "tiled"]
+Order = Literal["same", "last", "more"]
+"""Queries are as many as keys, the last of them, or more."""
 _aten = torch.ops.aten
 
 
@@ -38,11 +40,21 @@ def choose(q: Tensor, k: Tensor, v: Tensor, special: bool, causal: bool, window:
     by a sink rounds them twice, which puts the sink's own gradient out of the bf16 tolerance (measured on an H200: 1.7
     times eager's error).
     """
-    if target.kind(q.device) != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
+    if target.kind(q.device) != "cuda":
         return "tiled"
-    size, v_size = q.shape[3], v.shape[3]
-    ours: Kernel = "triton" if takes(q.dtype, size, v_size) and q.shape[2] <= k.shape[2] else "tiled"
-    if special or softcap or (causal and q.shape[2] != k.shape[2]):
+    special = special or softcap != 0.0
+    rows: Order = "same" if q.shape[2] == k.shape[2] else "last" if q.shape[2] < k.shape[2] else "more"
+    return choose_on_cuda(q.dtype, q.shape[3], v.shape[3], rows, special, causal, window)
+
+
+def choose_on_cuda(
+    dtype: torch.dtype, size: int, v_size: int, rows: Order, special: bool, causal: bool, window: int | None
+) -> Kernel:  # fmt: skip
+    """The kernel for heads of these sizes."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "tiled"
+    ours: Kernel = "triton" if takes(dtype, size, v_size) and rows != "more" else "tiled"
+    if special or (causal and rows != "same"):
         return ours  # the libraries' kernels align a causal mask in different corners when S and T differ
     if window is None and target.has_cudnn() and size <= 128 and v_size <= 128 and size % 8 == 0 and v_size % 8 == 0:
         return "cudnn"
@@ -259,7 +271,7 @@ def own_forward(
 
 def own_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor | None, scale: float,
-    causal: bool, window: int | None, softcap: float, in_place: bool, sums: bool = False,
+    causal: bool, window: int | None, softcap: float, in_place: bool, sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, heads inside or in the memory of q, k and v, and the rows' sums of dout * out, [B, Hq, S] in fp32,
     with `sums` from unrounded probabilities.

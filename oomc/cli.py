@@ -136,8 +136,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     three = commands.add_parser("calibrate", help="measure this machine's rates, which plans are made from")
     three.add_argument("--device", choices=["cpu", "cuda"], help="default: the GPU if there is one")
-    three.add_argument("--force", action="store_true", help="measure anew what has been measured before")
-    three.add_argument(
+    again = three.add_mutually_exclusive_group()
+    again.add_argument("--force", action="store_true", help="measure anew what has been measured before")
+    again.add_argument(
         "--host", action="store_true", help="measure the link, host memory and updates anew: what other work moves"
     )  # fmt: skip
 

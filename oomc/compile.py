@@ -70,7 +70,8 @@ def compile(  # noqa: A001  the name is the API's, as in torch.compile
             it all (`plan.where`).
         device: where to compute: "cuda", or "cpu" for the CPU stand-in; None for CUDA if there is one.
         backend: "eager" or "inductor" for the worksets; None for eager.
-        chunk_tokens: tokens in a chunk of the worksets that run in chunks, for experiments; None: as many as fit.
+        chunk_tokens: tokens in a chunk of the worksets that run in chunks, for experiments (in lookups, 64K at least);
+            None: as many as fit.
         expert_groups: in how many groups the experts of a layer are, each with weights that are streamed by themselves,
             so that a layer may be larger than the device; None: one with its layer, or as few as fit.
         tune: how many plans the first steps of a batch shape try; the fastest stays. All are valid steps in the same

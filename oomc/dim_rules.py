@@ -393,6 +393,8 @@ def _convolution(node: fx.Node, a: Analysis) -> Flow:
 def _embedding(node: fx.Node, a: Analysis) -> Flow:
     weight, index = a.layout(node.args[0]), a.layout(node.args[1])
     free_of_tokens(weight)
+    if len(node.args) > 3 and node.args[3]:
+        raise NoRule  # scale_grad_by_freq: a row's gradient is divided by how often the whole batch looks it up
     return Flow(((*index, weight[-1]),))
 
 

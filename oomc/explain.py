@@ -113,7 +113,10 @@ def _left(instance: Instance, d: Decisions, now: float, allowed: int) -> str:
     within = max((gain for gain, size in gains if size <= allowed), default=0.0)
     beyond = min((size for gain, size in gains if gain > GAIN * now and size > allowed), default=None)
     if within > GAIN * now:
-        return f"a change that fits would save {1000 * within:.1f} ms by the quick estimate, but not on the step graph"
+        return (
+            f"a change that fits would save {1000 * within:.1f} ms by the quick estimate, but on the step graph it "
+            "does not, or the allocator would have to give memory back amid the step"
+        )
     if beyond is None:
         return "nothing that takes more memory makes the step faster"
     return f"the next thing that makes the step faster needs {format_bytes(beyond - allowed)} more than that"

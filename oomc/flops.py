@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomc import attention_kernels, ops, private, target
+from oomc.attention_kernels import Order
 from oomc.delta_rule import chunks_together
 from oomc.worksets import dtype_name
 
@@ -189,9 +190,15 @@ def _attention(name: str, args: Sequence[Any], out: Any) -> list[Call]:
     # forward: q k, p v; backward: q k again, dv, dp, dq, dk
     flops = 2 * pairs * ((3 * of_q + 2 * of_v) if backward else (of_q + of_v))
     kind: Kind = name  # type: ignore[assignment]
-    if sinks is not None or segments is not None or softcap or (causal and rows != keys):
-        ours = attention_kernels.takes(q.dtype, q.shape[3], v.shape[3])
-        kind = "tiled" if not ours else "triton_backward" if backward else "triton"
+    special = bool(sinks is not None or segments is not None or softcap)
+    if target.kind(q.device) == "cuda":
+        more = sympy.sympify(rows > keys) is sympy.true
+        order: Order = "same" if rows == keys else "more" if more else "last"
+        kernel = attention_kernels.choose_on_cuda(q.dtype, q.shape[3], v.shape[3], order, special, causal, window)
+        own: Kind = "triton_backward" if backward else "triton"
+        kind = "tiled" if kernel == "tiled" else own if kernel == "triton" else kind
+    elif special or (causal and rows != keys):
+        kind = "tiled"
     moved = nbytes([args, out])
     if kind == "tiled":  # scores in fp32 pass through memory: written, masked, exponentiated, summed, multiplied
         moved = moved + 4 * pairs * (16 if backward else 8)

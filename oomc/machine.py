@@ -67,6 +67,8 @@ class Table:
         return Table(self.sizes, tuple(factor * rate for rate in self.rates))
 
 
+MEMORY_BOUND = 0.8
+"""Where host and device together update less than this share of what they do apart, they wait for memory."""
 Tables = tuple[tuple[str, Table], ...]
 """Tables by dtype (`bf16`, `f32`, ...: see worksets.dtype_name)."""
 
@@ -132,11 +134,15 @@ class Machine:
 
     @property
     def mixed_bandwidth(self) -> float:
-        """Bytes/s of host memory while both the cores and the device update: what such updates alone reach.
+        """Bytes/s of host memory while both the cores and the device update: what such updates alone reach, if it is
+        memory that bounds them and not the link.
 
         Cores and large copies reach more together, state in small pieces less. Beside a fetch the two moved 0.96 to
         1.01 of what they move without one (docs/RESULTS.md). The device moves 24 bytes for each parameter.
         """
+        apart = self.update_rate + min(self.streamed_rate, self.h2d_both / 12, self.d2h_both / 12)
+        if self.both_rate > MEMORY_BOUND * apart:
+            return self.host_bandwidth
         moved = (self.update_bytes + 2.0 * self.copy_traffic, 24.0 * self.copy_traffic)
         return min(self.host_bandwidth, self.both_rate * sum(moved) / 2)
 

@@ -259,11 +259,10 @@ class Planner:
         """A cut's program with what was found about it."""
         if cut not in self._sources:
             given = cuts[cut]()
-            self._sources[cut] = given and Source(*given, self._costs(given[0]).while_updating)
+            self._sources[cut] = given and Source(
+                *given, Costs(given[0], self.machine, self.backend, self.factors).while_updating
+            )
         return self._sources[cut]
-
-    def _costs(self, program: Program) -> Costs:
-        return Costs(program, self.machine, self.backend, self.factors)
 
     def _tilings(self, cuts: Sequence[Cut], cut: int, request: Request, tokens: Sequence[int]) -> list[tuple[int, Any]]:
         """Ways to run a cut's program in chunks once each."""

@@ -248,7 +248,7 @@ def device_rows(program: Program, projection: Projection) -> list[tuple[str, str
     return [
         ("weights in flight", f"{len(program.plan.slots)} slots", sum(program.plan.slots)),
         (
-            "state and its staging", f"{len(program.plan.resident)} slabs of {len(program.slabs)} live here",
+            "state and its staging", f"{len(program.plan.resident)} of {len(program.slabs)} slabs live here",
             program.plan.update_bytes,
         ),
         ("inputs, buffers, constants", "", projection.fixed - sum(program.plan.slots) - program.plan.update_bytes),

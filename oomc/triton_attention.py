@@ -212,10 +212,10 @@ def _backward_queries(
     dout, q, k, v, segments, lse, delta, dq, S, T, scale, softcap, window,
     g_b, g_h, g_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, d_b, d_h, d_s, BATCH, HEADS, GROUP,
     SIZE: tl.constexpr, V_SIZE: tl.constexpr, WIDTH: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SEGMENTS: tl.constexpr, SUMS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SEGMENTS: tl.constexpr, EXACT: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dq of a block of queries, which may lie where these do: no other program reads them. With SUMS, `delta` becomes
+    """dq of a block of queries, which may lie where these do: no other program reads them. With EXACT, `delta` becomes
     the rows' sums of dout * out from unrounded probabilities, not from an `out` in 16 bits."""
     b, h, block = _place(HEADS, BATCH, tl.cdiv(S, ROWS))
     k, v = k + b * k_b + h // GROUP * k_h, v + b * v_b + h // GROUP * v_h
@@ -236,16 +236,16 @@ def _backward_queries(
             values = _block(v, keys, v_s, T, V_SIZE, WIDTH)
             seen = _seen(positions[:, None], keys[None, :], own[:, None], other[None, :], T, window,
                          CAUSAL, WINDOW, SEGMENTS)  # fmt: skip
-            slopes = tl.dot(given, tl.trans(values))
+            dp = tl.dot(given, tl.trans(values))
             p, slope = _slopes(
-                tl.dot(queries, tl.trans(their_keys)), own_lse[:, None], seen, slopes, own_delta[:, None], scale,
+                tl.dot(queries, tl.trans(their_keys)), own_lse[:, None], seen, dp, own_delta[:, None], scale,
                 softcap, SOFTCAP,
             )  # fmt: skip
-            if SUMS:
-                exact += tl.sum(p * slopes, 1)
+            if EXACT:
+                exact += tl.sum(p * dp, 1)
             sums += tl.dot(slope.to(their_keys.dtype), their_keys)
     _store(dq + b * d_b + h * d_h, rows, d_s, S, sums, SIZE, WIDTH)
-    if SUMS:
+    if EXACT:
         tl.store(delta + (b * HEADS + h) * S + rows, exact, rows < S)
 
 
@@ -318,5 +318,5 @@ def backward(
     )  # fmt: skip
     _backward_queries[triton.cdiv(count, kept) * batch * heads,](
         dout, q, k, v, segments, lse, delta, dq, *numbers, *_strides(dout, q, k, v, dq), *shared,
-        **sizes, **options, SUMS=sums, ROWS=kept, KEYS=over, **how,
+        **sizes, **options, EXACT=sums, ROWS=kept, KEYS=over, **how,
     )  # fmt: skip

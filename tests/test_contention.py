@@ -53,6 +53,18 @@ def test_cores_and_device_move_no_more_beside_a_fetch_than_without_one() -> None
     assert replace(H200, both_rate=9e9).mixed_bandwidth == H200.host_bandwidth
 
 
+@pytest.mark.parametrize("name", ["h200", "h100", "a100", "4090", "5090"])
+def test_both_reach_their_rate_alone_and_are_hardly_slower_than_the_host_beside_copies(name: str) -> None:
+    """The link and not memory may be what bounds the two (A100)."""
+    machine = default(name)
+    both = Rates(machine, False, None, True, True, 12.0, 2.0)
+    assert both.host + both.device == pytest.approx(machine.both_rate, rel=0.01)
+    for fetch, out in ((True, None), (False, "copy"), (True, "copy")):
+        both = Rates(machine, fetch, out, True, True, 12.0, 2.0)  # type: ignore[arg-type]
+        host = Rates(machine, fetch, out, True, False, 12.0, 2.0)  # type: ignore[arg-type]
+        assert both.host + both.device >= 0.9 * host.host
+
+
 def test_copies_share_the_memory_of_a_device_that_is_the_host() -> None:
     cpu = default("cpu")
     both = Rates(replace(cpu, host_bandwidth=20e9), True, "copy", True, False, 12.0, 2.0)

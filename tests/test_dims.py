@@ -276,6 +276,7 @@ UNKNOWN: dict[str, Function] = {
     "weights of tokens": lambda x: F.linear(BIAS, flat(x)),
     "bias of each token": lambda x: torch.addmm(flat(x), flat(x), WEIGHT),
     "convolution over rows": lambda x: F.conv1d(x.permute(2, 0, 1), torch.ones(4, x.shape[0], 1)),
+    "lookups that are counted": lambda x: F.embedding(ids(x), WEIGHT, scale_grad_by_freq=True),
     "table of tokens": lambda x: F.embedding(torch.tensor([0, 1]), flat(x)),
     "gather of positions": lambda x: x.gather(1, x.argsort(1)),
     "scatter over positions": lambda x: x.scatter_add(1, x.argsort(1), x),

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils import flop_counter
 
-from oomc import ops, private
+from oomc import attention_kernels, ops, private, target
 from oomc.flops import calls, visible_pairs
 
 aten = torch.ops.aten
@@ -90,10 +90,19 @@ def test_attention_is_that_of_torchs_counter_where_all_is_visible() -> None:
 
 
 def test_attention_without_a_kernel_moves_its_scores() -> None:
-    """In fp32, and with heads so wide that none is made for them."""
-    for q, kind in ((torch.randn(1, 1, 32, 8).bfloat16(), "triton"), (torch.randn(1, 1, 32, 257).bfloat16(), "tiled")):
-        (call,) = calls(ops.attention, (q, q, q, None, None, 1.0, True, None, 5.0), {}, (q, q[..., 0]))
-        assert call.kind == kind
+    """In fp32, and with heads so wide that none is made for them; what is counted is what is chosen."""
+    with target.planning_for((9, 0)):
+        for size, dtype, keys, softcap, kind in (
+            (8, torch.bfloat16, 32, 0.0, "attention"), (8, torch.bfloat16, 32, 5.0, "triton"),
+            (257, torch.bfloat16, 32, 5.0, "tiled"), (20, torch.bfloat16, 32, 0.0, "triton"),
+            (8, torch.float32, 32, 0.0, "tiled"), (8, torch.bfloat16, 40, 0.0, "triton"),
+            (8, torch.bfloat16, 20, 0.0, "tiled"),
+        ):  # fmt: skip
+            q, k = torch.randn(1, 1, 32, size, dtype=dtype), torch.randn(1, 1, keys, size, dtype=dtype)
+            (call,) = calls(ops.attention, (q, k, k, None, None, 1.0, True, None, softcap), {}, (q, q[..., 0]))
+            assert call.kind == kind
+            chosen = attention_kernels.choose(q, k, k, False, True, None, softcap)
+            assert (chosen if chosen in ("triton", "tiled") else "attention") == kind
     q = torch.randn(1, 1, 32, 8)
     plain = calls(ops.attention, (q, q, q, None, None, 1.0, True, None, 0.0), {}, (q, q[..., 0]))
     capped = calls(ops.attention, (q, q, q, None, None, 1.0, True, None, 5.0), {}, (q, q[..., 0]))
