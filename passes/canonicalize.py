@@ -64,7 +64,8 @@ class Canonicalize:
 
     Raises (on call):
         CaptureError: a value's size depends on the data.
-        UnsupportedError: the graph draws random numbers other than by dropout, or enters autocast.
+        UnsupportedError: the graph draws random numbers other than by dropout, enters autocast, or asks for sparse
+            gradients.
     """
 
     name: str = "canonicalize"
@@ -81,6 +82,7 @@ class Canonicalize:
         for step in steps:
             changed |= step(program)
         refuse_random(module.graph)
+        refuse_sparse_gradients(module.graph)
         refuse_data_dependent_sizes(module.graph)
         changed |= erase_dead(module.graph)
         if changed:
@@ -287,6 +289,16 @@ def refuse_random(graph: fx.Graph) -> None:
             raise UnsupportedError(
                 f"the forward draws random numbers by {node.target} at {meta.source(node) or meta.modules(node)}; "
                 "dropout outside attention is supported, other noise must be passed to the step as an input"
+            )
+
+
+def refuse_sparse_gradients(graph: fx.Graph) -> None:
+    """Refuse lookups whose gradient is sparse: an update takes dense ones."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
+        if len(node.args) > 4 and node.args[4]:
+            raise UnsupportedError(
+                f"the embedding at {meta.source(node) or meta.modules(node)} has sparse=True; "
+                "its gradient must be dense: build it with sparse=False"
             )
 
 

@@ -194,6 +194,8 @@ class Noise(nn.Module):
         y = self.linear(x)
         if self.kind == "rand":
             y = y + torch.rand_like(y)
+        elif self.kind == "sparse":
+            y = y + F.embedding(x[..., 0].long().clamp(0, 3), self.linear.weight, sparse=True)
         elif self.kind == "attention":
             y = F.scaled_dot_product_attention(y, y, y, dropout_p=0.5)
         else:
@@ -202,7 +204,7 @@ class Noise(nn.Module):
         return y.float().sum()
 
 
-@pytest.mark.parametrize(("kind", "text"), [("rand", "random"), ("autocast", "autocast")])
+@pytest.mark.parametrize(("kind", "text"), [("rand", "random"), ("autocast", "autocast"), ("sparse", "sparse=False")])
 def test_refused(kind: str, text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
         Canonicalize()(captured(Noise(kind), {"x": torch.randn(2, 3, 4)}))
