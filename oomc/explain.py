@@ -145,7 +145,8 @@ def _block(instance: Instance, d: Decisions, b: int, now: float, whole: Sequence
         ]  # fmt: skip
         best, level = min(others, key=lambda each: instance.evaluate(each[0]).score)
         more = instance.device_bytes(best) - instance.device_bytes(d)
-        size = f"for {format_bytes(more)} more" if more > 0 else f"{format_bytes(-more)} less"
+        size = f"for {format_bytes(more)} more" if more > 0 else f"for {format_bytes(-more)} less"
+        size = size if more else "in as much memory"
         parts.append(f"{text}; '{instance.levels[level]}' {size} {_delta(instance, best, now)}")
     if again:
         parts.append(again)
