@@ -53,7 +53,7 @@ def choose_on_cuda(
     """The kernel for heads of these sizes."""
     if dtype not in (torch.bfloat16, torch.float16):
         return "tiled"
-    ours: Kernel = "triton" if takes(dtype, size, v_size) and rows != "more" else "tiled"
+    ours: Kernel = "triton" if max(size, v_size) <= WIDEST and rows != "more" else "tiled"
     if special or (causal and rows != "same"):
         return ours  # the libraries' kernels align a causal mask in different corners when S and T differ
     if window is None and target.has_cudnn() and size <= 128 and v_size <= 128 and size % 8 == 0 and v_size % 8 == 0:
@@ -61,11 +61,6 @@ def choose_on_cuda(
     if size % 8 == 0 and size <= 256 and v_size <= size:
         return "flash"
     return ours
-
-
-def takes(dtype: torch.dtype, size: int, v_size: int) -> bool:
-    """Whether oomc.triton_attention takes heads of these sizes."""
-    return dtype in (torch.bfloat16, torch.float16) and max(size, v_size) <= WIDEST
 
 
 def _rows_outside(x: Tensor) -> Tensor:
@@ -271,10 +266,10 @@ def own_forward(
 
 def own_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor | None, scale: float,
-    causal: bool, window: int | None, softcap: float, in_place: bool, sums: bool,
+    causal: bool, window: int | None, softcap: float, in_place: bool, exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, heads inside or in the memory of q, k and v, and the rows' sums of dout * out, [B, Hq, S] in fp32,
-    with `sums` from unrounded probabilities.
+    with `exact` from unrounded probabilities.
 
     Both kernels read k and v, so that dk and dv are copied there at the end; dq is written where its queries were.
     """
@@ -288,7 +283,7 @@ def own_backward(
 
         with torch.cuda.device_of(q):
             triton_attention.backward(
-                dout, q, k, v, out, lse, segments, delta, dq, dk, dv, scale, causal, window, softcap, sums
+                dout, q, k, v, out, lse, segments, delta, dq, dk, dv, scale, causal, window, softcap, exact
             )  # fmt: skip
     if not in_place:
         return dq, dk, dv, delta

@@ -57,12 +57,13 @@ def calibrate(device: torch.device | str, *, force: bool = False, seconds: float
 
 
 def calibrate_host(device: torch.device | str, *, seconds: float = HOST_SECONDS) -> tuple[Machine, Path]:
-    """The same, with the link, the host's memory and updates measured anew: what other work on the machine moves."""
-    if not cache_path(torch.device(device)).exists():
+    """As `calibrate`, with the link, host memory and updates measured anew: what other work on the machine moves."""
+    device = torch.device(device)
+    path = cache_path(device)
+    if not path.exists():
         return calibrate(device)
-    machine, path = calibrate(device)
-    bench = Bench(torch.device(device), seconds)
-    machine = replace(machine, **measure_link(bench), **measure_updates(bench))
+    bench = Bench(device, seconds)
+    machine = replace(Machine.load(path), **measure_link(bench), **measure_updates(bench))
     return machine, machine.save(path)
 
 

@@ -297,9 +297,9 @@ def forward(
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor | None, delta: Tensor,
-    dq: Tensor, dk: Tensor, dv: Tensor, scale: float, causal: bool, window: int | None, softcap: float, sums: bool,
+    dq: Tensor, dk: Tensor, dv: Tensor, scale: float, causal: bool, window: int | None, softcap: float, exact: bool,
 ) -> None:  # fmt: skip
-    """dq, dk and dv, and delta [B, Hq, S], the rows' sums of dout * out, with `sums` from unrounded probabilities.
+    """dq, dk and dv, and delta [B, Hq, S], the rows' sums of dout * out, with `exact` from unrounded probabilities.
 
     dq may be q. The rest is as for `forward`.
     """
@@ -318,5 +318,5 @@ def backward(
     )  # fmt: skip
     _backward_queries[triton.cdiv(count, kept) * batch * heads,](
         dout, q, k, v, segments, lse, delta, dq, *numbers, *_strides(dout, q, k, v, dq), *shared,
-        **sizes, **options, EXACT=sums, ROWS=kept, KEYS=over, **how,
+        **sizes, **options, EXACT=exact, ROWS=kept, KEYS=over, **how,
     )  # fmt: skip

@@ -27,12 +27,12 @@ _LIFTS = (torch.ops.aten.lift_fresh.default,)
 
 
 def _of_embedding_backward(grad: torch.Tensor, ids: torch.Tensor, rows: int, padding: int, *_: Any) -> int:
-    """Sorted indices, and fp32 sums of up to 10 gradients of a row each (EmbeddingBackwardKernel.cu of torch 2.11)."""
+    """Sorted indices, and fp32 sums of up to 10 gradients of a row each (ATen, EmbeddingBackwardKernel.cu)."""
     count, width = ids.numel(), grad.shape[-1]
     if count <= 3072 and padding < 0:
         return 0
     partial = min(count, rows) + count // 10
-    return 4 * partial * (-(-width // 32) * 32) + 8 * (6 * count + 2 * partial)
+    return 4 * partial * width + 8 * (6 * count + 2 * partial)
 
 
 _WORKSPACES: dict[Any, Callable[..., int]] = {torch.ops.aten.embedding_dense_backward.default: _of_embedding_backward}
