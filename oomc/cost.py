@@ -213,8 +213,8 @@ class Costs:
         return costs.while_updating
 
     def of(self, form: str, variant: str) -> FormCost:
-        """The cost of a form's graph: `forward`, `recompute` or `backward`."""
-        key = form, steps.phase_of(variant)  # in place or not takes as long
+        """The cost of one of a form's graphs (oomc.steps.GRAPHS)."""
+        key = form, "backward" if variant == steps.IN_PLACE else variant  # in place or not takes as long
         if key not in self._forms:
             module = getattr(self.program.forms[form], key[1])
             assert module is not None, f"{form} has no {variant}"
@@ -227,9 +227,13 @@ class Costs:
         if key not in self._seconds:
             shapes = tile_shapes(sizes, chunk or sizes)
             chunks = sum(count for _, count in shapes)
-            self._seconds[key] = sum(
-                count * self._chunk_seconds(form, variant, shape, chunks) for shape, count in shapes
-            )
+            at_once = self.program.forms[form].at_once if variant == "backward" else None
+            seconds = 0.0
+            if at_once is not None and at_once.pays(sizes, chunks):
+                seconds = sum(self._chunk_seconds(form, part, sizes, 1) for part in (steps.ORDERS, steps.PRODUCTS))
+                variant = steps.ROWS
+            seconds += sum(count * self._chunk_seconds(form, variant, shape, chunks) for shape, count in shapes)
+            self._seconds[key] = seconds
         return self._seconds[key]
 
     def _chunk_seconds(self, form: str, variant: str, shape: tuple[int, int], chunks: int) -> float:

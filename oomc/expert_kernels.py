@@ -72,6 +72,15 @@ def _combine_backward(
 
 
 @_jit
+def _place(whole, slots, rows, width, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    slot = tl.load(slots + row)
+    tl.store(whole + slot * width + columns, tl.load(rows + row * stride + columns, inside), inside)
+
+
+@_jit
 def _clear_empty(out, offsets, size, BLOCK: tl.constexpr):
     group = tl.program_id(0).to(tl.int64)
     before = tl.load(offsets + group - 1, group > 0, other=0)
@@ -117,6 +126,14 @@ def combine_backward(
             BLOCKS=triton.cdiv(y.shape[1], block),
         )  # fmt: skip
     return dy, dweights
+
+
+def place(whole: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Write rows [n, D] to those of `whole` [N, D], contiguous, that `slots` [n] names."""
+    width = whole.shape[1]
+    block = min(_WIDTH, triton.next_power_of_2(width))
+    if rows.numel():
+        _place[rows.shape[0], triton.cdiv(width, block)](whole, slots, rows, width, rows.stride(0), BLOCK=block)
 
 
 def clear_empty(out: Tensor, offsets: Tensor) -> None:

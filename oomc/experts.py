@@ -66,11 +66,13 @@ def _route(expert_index: Tensor, num_experts: int, first: int | None = None) -> 
     if first is not None:
         own = (pairs >= first) & (pairs < first + num_experts)
         pairs = torch.where(own, pairs - first, num_experts)
-    experts, order = torch.sort(pairs, stable=True)
+    # a radix sort takes a pass over each byte of what it sorts: of int64, eight
+    few = torch.uint8 if num_experts < 256 else torch.int16 if num_experts < 1 << 15 else torch.int64
+    experts, order = torch.sort(pairs.to(few), stable=True)
     slot = torch.arange(order.shape[0], device=order.device)
     inverse = torch.empty_like(order).scatter_(0, order, slot)
     # Counting by search, since bincount has a size that depends on data.
-    ids = torch.arange(num_experts, device=order.device, dtype=experts.dtype)
+    ids = torch.arange(num_experts, device=order.device, dtype=few)
     offsets = torch.searchsorted(experts, ids, right=True, out_int32=True)
     return order, inverse, offsets
 
@@ -92,6 +94,14 @@ route = define(
 def _leave_out(rows: Tensor, slots: Tensor, own: Tensor | None) -> Tensor:
     """`rows`, one for each of `slots`, with zeros for slots past the last offset of `own`; writes to them."""
     return rows if own is None else rows.masked_fill_((slots >= own[-1])[:, None], 0)
+
+
+def place_(whole: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Write rows [n, D] to those of `whole` [N, D] that `slots` [n] names, each once."""
+    if _by_kernel(whole, rows) and (kernels := _kernels(whole)):
+        kernels.place(whole, slots, rows)
+    else:
+        whole.index_copy_(0, slots, rows)
 
 
 # --- dispatch --------------------------------------------------------------------------------------------------------

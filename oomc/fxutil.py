@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -156,3 +156,34 @@ def rough_bytes(val: Any, size: int = 16) -> int:
                 count *= expr if isinstance(expr, int) else int(expr.subs(dict.fromkeys(expr.free_symbols, size)))
             total += count
     return total
+
+
+def closure(ends: Iterable[Any], stops: set[fx.Node]) -> set[fx.Node]:
+    """All nodes that `ends` depend on, not looking behind `stops`."""
+    seen: set[fx.Node] = set()
+    frontier = [n for n in ends if isinstance(n, fx.Node)]
+    while frontier:
+        node = frontier.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node not in stops:
+            frontier.extend(node.all_input_nodes)
+    return seen
+
+
+def subgraph(module: fx.GraphModule, inputs: list[fx.Node], outputs: list[Any]) -> fx.GraphModule:
+    """The part of the graph that computes `outputs` from `inputs`, as a module of its own."""
+    needed = closure(outputs, set(inputs))
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for index, node in enumerate(inputs):
+        mapping[node] = graph.placeholder(f"arg{index}_{node.name}")
+        mapping[node].meta = dict(node.meta)
+    for node in module.graph.nodes:
+        if node in needed and node not in mapping:
+            assert node.op != "placeholder", f"{node} is no input of the subgraph"
+            mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+    graph.output(tuple(mapping[n] if isinstance(n, fx.Node) else n for n in outputs))
+    constants = {str(n.target): getattr(module, str(n.target)) for n in graph.find_nodes(op="get_attr")}
+    return fx.GraphModule(constants or torch.nn.Module(), graph)

@@ -67,7 +67,7 @@ def print_worksets(program: Program) -> str:
             lines.append(f"  {w.name}: {w.form}, {len(w.nodes)} nodes{chunk} -> {outs}")
     for key, form in program.forms.items():
         lines.append(f"form {key}: {len(form.inputs)} inputs, saved {form.saved}")
-        for variant in steps.VARIANTS:
+        for variant in steps.GRAPHS:
             graph = getattr(form, variant)
             if graph is not None:
                 lines.append(f"  {variant}:")

@@ -112,7 +112,7 @@ class Profiler:
             if chunk is None:
                 results: Sequence[Any] = graph(*args)
             else:
-                results = run_chunks(form, variant, graph, chunk, args, most=2)
+                results = run_chunks(form, variant, lambda name: getattr(form, name), chunk, args, most=2)
             peak = meter.peak
         events = tuple(log)  # before the results die
         outputs: list[Output | None] = []

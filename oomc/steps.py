@@ -27,11 +27,15 @@ OF_FLOATS = ("ToFloat", "TrueDiv")
 IN_PLACE = "backward_in_place"
 VARIANTS = ("forward", "recompute", "backward", IN_PLACE)
 """What a run computes: the graphs of a form, by the names of their attributes."""
+PARTS = ORDERS, ROWS, PRODUCTS = "backward_orders", "backward_rows", "backward_products"
+"""The graphs that a backward in chunks may run instead (oomc.at_once)."""
+GRAPHS = (*VARIANTS, *PARTS)
+"""All graphs of a form."""
 
 
 def phase_of(variant: Any) -> str:
     """The phase of a step that a variant is run in."""
-    return "backward" if variant == IN_PLACE else str(variant)
+    return str(variant).partition("_")[0]
 
 
 def size(x: torch.Tensor, dim: int) -> int:

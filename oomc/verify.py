@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from oomc import in_place, meta, ops, private, steps
+from oomc import at_once, in_place, meta, ops, private, steps
 from oomc.dim_rules import analyse
-from oomc.dims import Analysis, can_be_cut
+from oomc.dims import Analysis, TokenSymbols, can_be_cut
 from oomc.extract import describe, structure_key
 from oomc.faults import Faults
 from oomc.fxutil import is_mutating
@@ -51,7 +51,7 @@ def verify_program(
         verify_worksets(program, faults)
         verify_slabs(program, faults)
         for form in program.forms.values():
-            verify_form(form, faults)
+            verify_form(form, program.notes["symbols"], faults)
     if program.step is not None and not faults.found:
         verify_step(program, after, faults)
         if after in ("schedule", "lower") and not faults.found:
@@ -298,7 +298,7 @@ def _verify_rows(program: Program, faults: Faults) -> None:
             faults.add(f"the groups of {param} are parts of several slabs: {parts}", None, graph)
 
 
-def verify_form(form: Form, faults: Faults) -> None:
+def verify_form(form: Form, symbols: TokenSymbols, faults: Faults) -> None:
     """A form's key follows from its structure, and its graphs agree with each other as its docstring says."""
     title = f"form {form.key}"
     plain = replace(form, inputs=tuple(replace(i, requires_grad=False) for i in form.inputs))
@@ -330,6 +330,13 @@ def verify_form(form: Form, faults: Faults) -> None:
             made, overwritten = in_place.backward_of(form)
             if made is None or (str(made.graph), overwritten) != (str(form.backward_in_place.graph), form.overwritten):
                 faults.add("it is not the backward with attention in place", None, form.backward_in_place.graph, title)
+        again = at_once.added(
+            replace(form, backward_orders=None, backward_rows=None, backward_products=None, at_once=None), symbols
+        )
+        if again.at_once != form.at_once or any(_text(again, part) != _text(form, part) for part in steps.PARTS):
+            faults.add(
+                "what makes gradients at once does not follow from the backward", None, form.backward.graph, title
+            )
     for variant, (args, results) in expected.items():
         _verify_variant(form, variant, args, results, faults, f"{title}, {variant}")
 
@@ -364,6 +371,11 @@ def _verify_variant(
 def _values(graph: fx.Graph, *, outputs: bool) -> list[str]:
     nodes: Any = graph.find_nodes(op="output")[0].args[0] if outputs else graph.find_nodes(op="placeholder")
     return [describe(meta.value(n)) if isinstance(n, fx.Node) else repr(n) for n in nodes]
+
+
+def _text(form: Form, variant: str) -> str:
+    module = getattr(form, variant)
+    return "" if module is None else str(module.graph)
 
 
 def _contiguous(text: str) -> str:

@@ -10,6 +10,7 @@ from torch import fx
 
 from oomc.dims import Layout
 from oomc.runtime.layout import SlabLayout
+from oomc.steps import calc
 
 Role = Literal["size", "parameter", "value"]
 Chunk = Literal["", "rows", "tokens"]
@@ -67,6 +68,48 @@ class Carry:
     requires_grad: bool = False
 
 
+@dataclass(frozen=True)
+class Operand:
+    """A value of a backward in tiles of which gradients are made at once.
+
+    Attributes:
+        layout: of a value whose dimensions carry tokens; else empty.
+        route: for rows in an expert order, which of the routes' that is.
+    """
+
+    layout: Layout = ()
+    route: int = -1
+
+
+@dataclass(frozen=True)
+class AtOnce:
+    """Which gradients of a backward in tiles can be made of all tiles at once, at its end (oomc.at_once).
+
+    Attributes:
+        results: their places among the backward's results.
+        operands: what they are made of.
+        pairs: of each route, how the pairs of a token and of an expert that it has chosen carry tokens: [T * k].
+        formula: bytes of the operands and of all that the products read, in `B` and `S`.
+        numbers: elements of these gradients.
+        itemsize: bytes of one of them.
+    """
+
+    results: tuple[int, ...]
+    operands: tuple[Operand, ...]
+    pairs: tuple[Layout, ...]
+    formula: str
+    numbers: int
+    itemsize: int
+
+    def pays(self, sizes: tuple[int, int], tiles: int) -> bool:
+        """Whether what is kept for a batch of `sizes` takes no more memory than sums of so many tiles' gradients would.
+
+        Of two there is no fp32 sum.
+        """
+        kept = calc(self.formula, *sizes)
+        return tiles > 1 and kept <= self.numbers * (self.itemsize if tiles == 2 else max(4, self.itemsize))
+
+
 @dataclass
 class Form:
     """What structurally equal worksets share: graphs that compute them.
@@ -78,6 +121,9 @@ class Form:
         backward:  those of I, O and K that it needs (`backward_takes`), tangents of the differentiable outputs
                    -> one gradient for each input that requires one, or None
         backward_in_place: as backward, with some gradients in the memory of its arguments (`overwritten`), if it can
+
+        backward_orders, backward_rows, backward_products: by which a backward in tiles makes gradients at once, if any
+                   can be (`at_once`); see oomc.at_once
 
     Where C states are carried from chunk to chunk (`carries`), the last C of the K saved values are the states before
     each chunk, [chunks, ...]. A chunk's graphs take and give one chunk's, beside what is above:
@@ -109,6 +155,10 @@ class Form:
     recompute: fx.GraphModule | None = None
     backward: fx.GraphModule | None = None
     backward_in_place: fx.GraphModule | None = None
+    backward_orders: fx.GraphModule | None = None
+    backward_rows: fx.GraphModule | None = None
+    backward_products: fx.GraphModule | None = None
+    at_once: AtOnce | None = None
     carries: tuple[Carry, ...] = ()
     saved: int = 0
     backward_takes: tuple[tuple[Literal["input", "output", "saved"], int], ...] = ()

@@ -17,23 +17,23 @@ After:
     forward    (%w, %x)     : aten.t, aten.mm, aten.relu       -> (%y)
     backward   (%w, %x, %dy): aten.mm, aten.relu, ..., aten.mm -> (%dw, %dx)
 
-The backward of attention has a second form, whose gradients are written into its arguments (in_place.py).
+The backward of attention has a second form, whose gradients are written into its arguments (in_place.py); that of
+experts in chunks has one that makes their weights' gradients at its end (at_once.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import fx
 
-from oomc import in_place, meta, ops, private
+from oomc import at_once, in_place, meta, ops, private
 from oomc.carries import open_carries
 from oomc.dims import TokenSymbols
 from oomc.errors import CaptureError
-from oomc.fxutil import fake_mode_of, insert_call, rough_bytes
+from oomc.fxutil import closure, fake_mode_of, insert_call, rough_bytes, subgraph
 from oomc.match import op_name
 from oomc.program import PassResult, Program
 from oomc.worksets import Form, FormInput
@@ -175,7 +175,7 @@ def _cut(
     new.tangents = tuple(i for i, d in enumerate(differentiable) if d)
     new.gradients = tuple(i for i, f in enumerate(flags) if f)
     new.backward_in_place, new.overwritten = in_place.backward_of(new)
-    return new
+    return at_once.added(new, symbols)
 
 
 def _split(nodes: list[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
@@ -232,37 +232,6 @@ def _is_fence_result(node: fx.Node) -> bool:
     return node.target in ops.FENCES or (
         "getitem" in str(node.target) and isinstance(source, fx.Node) and source.target in ops.FENCES
     )
-
-
-def closure(ends: Iterable[Any], stops: set[fx.Node]) -> set[fx.Node]:
-    """All nodes that `ends` depend on, not looking behind `stops`."""
-    seen: set[fx.Node] = set()
-    frontier = [n for n in ends if isinstance(n, fx.Node)]
-    while frontier:
-        node = frontier.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node not in stops:
-            frontier.extend(node.all_input_nodes)
-    return seen
-
-
-def subgraph(module: fx.GraphModule, inputs: list[fx.Node], outputs: list[Any]) -> fx.GraphModule:
-    """The part of the graph that computes `outputs` from `inputs`, as a module of its own."""
-    needed = closure(outputs, set(inputs))
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    for index, node in enumerate(inputs):
-        mapping[node] = graph.placeholder(f"arg{index}_{node.name}")
-        mapping[node].meta = dict(node.meta)
-    for node in module.graph.nodes:
-        if node in needed and node not in mapping:
-            assert node.op != "placeholder", f"{node} is no input of the subgraph"
-            mapping[node] = graph.node_copy(node, lambda n: mapping[n])
-    graph.output(tuple(mapping[n] if isinstance(n, fx.Node) else n for n in outputs))
-    constants = {str(n.target): getattr(module, str(n.target)) for n in graph.find_nodes(op="get_attr")}
-    return fx.GraphModule(constants or torch.nn.Module(), graph)
 
 
 def simplify(graph: fx.Graph) -> None:

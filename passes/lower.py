@@ -42,6 +42,7 @@ class Lower:
         assert program.step is not None
         used = {(n.args[1], n.args[2]) for n in program.step.graph.nodes if n.op == "call_function" and
                 n.target.__name__ in ("run", "run_chunks")}  # fmt: skip
+        used |= {(f, part) for f, v in used if v == "backward" and program.forms[f].at_once for part in steps.PARTS}
         new = sorted(key for key in used if key not in program.compiled)
         for form, variant in new:
             program.compiled[form, variant] = lowered(getattr(program.forms[form], variant), variant, self.backend)
@@ -51,8 +52,9 @@ class Lower:
 
 def lowered(graph: fx.GraphModule, variant: str, backend: str) -> Callable[..., Any]:
     """What runs a form's graph."""
-    # what writes into its arguments stays as it is: around attention there are only views, nothing to fuse
-    return direct(graph) if backend == "eager" or variant == steps.IN_PLACE else compiled(graph)
+    # there is nothing to fuse around what these do: attention in place, routes and products
+    as_it_is = (steps.IN_PLACE, steps.ORDERS, steps.PRODUCTS)
+    return direct(graph) if backend == "eager" or variant in as_it_is else compiled(graph)
 
 
 def direct(graph: fx.GraphModule) -> Callable[..., Any]:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from oomc import sums
-from oomc.steps import IN_PLACE, calc, phase_of
+from oomc import experts, sums
+from oomc.steps import IN_PLACE, ORDERS, PRODUCTS, ROWS, calc, phase_of
 
 if TYPE_CHECKING:
     from oomc.dims import Layout
-    from oomc.worksets import Carry, Form
+    from oomc.worksets import AtOnce, Carry, Form
 
 Graph = Callable[..., tuple[Any, ...]]
 
@@ -300,26 +300,65 @@ class Carried:
         return torch.zeros((*count, *shape), dtype=carry.dtype, device=self.device)
 
 
+class Operands:
+    """What gradients at once are made of (oomc.at_once), put together from tiles.
+
+    Args:
+        at_once: says what they are.
+        inverses: of each route over the whole batch: where in its order each pair of token and expert is.
+    """
+
+    def __init__(self, at_once: AtOnce, inverses: Sequence[torch.Tensor]) -> None:
+        self.at_once, self.inverses = at_once, inverses
+        self.values = [Total(each.layout, adds=False) for each in at_once.operands]
+
+    def take(self, parts: list[Any], first: int, tile: Tile) -> None:
+        """Take a tile's operands, and its orders behind them, out of its graph's results, of which they are `first`."""
+        end = first + len(self.values)
+        orders = parts[end : end + len(self.inverses)]
+        operands = parts[first:end]
+        del parts[first : end + len(orders)]
+        places = [
+            narrow(inverse, pairs, tile).index_select(0, order)
+            for inverse, pairs, order in zip(self.inverses, self.at_once.pairs, orders, strict=True)
+        ]
+        for index, (kind, value) in enumerate(zip(self.at_once.operands, self.values, strict=True)):
+            part, operands[index] = operands[index], None
+            if kind.route < 0:
+                value.add(part, tile)
+                continue
+            if value.value is None:
+                value.start(part.new_empty(self.inverses[kind.route].shape[0], *part.shape[1:]))
+            experts.place_(cast(torch.Tensor, value.value), places[kind.route], part)
+
+
 def run_chunks(
-    form: Form, variant: str, graph: Graph, chunk: tuple[int, int], args: Sequence[Any], most: int | None = None
-) -> tuple[torch.Tensor | None, ...]:
+    form: Form, variant: str, graphs: Callable[[str], Graph], chunk: tuple[int, int], args: Sequence[Any],
+    most: int | None = None,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """Run a chunkable form tile by tile.
 
     Args:
         form: says what each argument and result is.
         variant: `forward`, `recompute` or `backward`.
-        graph: the variant's graph.
+        graphs: the form's graphs by name (oomc.steps.GRAPHS).
         chunk: (batch, sequence) size of a tile.
         args: as for a whole run; its sizes are those of the whole batch.
         most: run only so many tiles, the largest (for projections: from the second on, all take the same memory).
     """
     kinds = arguments_of(form, variant)
-    cover = tiles(*whole_sizes(kinds, args), chunk)
+    sizes = whole_sizes(kinds, args)
+    cover = tiles(*sizes, chunk)
     if form.carries and variant == "backward":
         cover.sort(key=lambda tile: (tile.rows.start, -tile.index))
     carried = Carried(form, variant, cover, args)
     if len(cover) == 1:
-        return _run_whole(kinds, graph, args, cover[0], carried)
+        return _run_whole(kinds, graphs(variant), args, cover[0], carried)
+    at_once = form.at_once if variant == "backward" else None
+    if at_once is not None and not at_once.pays(sizes, len(cover)):
+        at_once = None
+    graph = graphs(variant if at_once is None else ROWS)
+    operands = None if at_once is None else Operands(at_once, graphs(ORDERS)(*args))
     totals = totals_of(form, variant, len(cover))
     if most is not None:
         cover = sorted(cover, key=lambda tile: math.prod(_sizes(tile)), reverse=True)[:most]
@@ -332,12 +371,20 @@ def run_chunks(
         del part_args
         own = _own_memory(parts, args) if tile is cover[-1] else [False] * len(parts)
         carried.after(parts)
+        if operands is not None:
+            operands.take(parts, len(totals), tile)
+        part = None
         for index, total in enumerate(totals):
             part, parts[index] = parts[index], None
             if part is not None:
                 total.add(part, tile, own[index])
         del parts, part
-    return (*(total.take() for total in totals), *carried.states)
+    results = [total.take() for total in totals]
+    if operands is not None:
+        made = graphs(PRODUCTS)(*args, *(value.take() for value in operands.values))
+        for index, gradient in zip(operands.at_once.results, made, strict=True):
+            results[index] = gradient
+    return (*results, *carried.states)
 
 
 def _own_memory(results: Sequence[Any], args: Sequence[Any]) -> list[bool]:

@@ -39,6 +39,9 @@ from oomc.runtime.updates import (
 
 CHUNK_ELEMENTS = 8 << 20
 """bf16 gradients in a chunk: copies of this size are near their best rate."""
+ON_DEVICE = 8
+"""How many times as large chunks are of a slab on the device, where nothing is copied. Each takes some 0.2 ms of Python,
+for which the thread that issues the compute waits; a kernel of 64 M elements keeps compute from the device for 0.5 ms."""
 BUFFER_ELEMENTS = 4 << 20
 """bf16 gradients in a ring buffer: with fewer, Python's share of an update (about 0.2 ms) shows (docs/RESULTS.md)."""
 Mode = Literal["update", "keep", "sum"]
@@ -264,7 +267,8 @@ class GradientSink:
 
     def _job(self, slab: Slab, names: list[str], flat: list[torch.Tensor], kept: bool = False) -> Job:
         order = self._order.get(slab.name, len(self._order))
-        return Job(slab, names, flat, self.chunk_bytes, order, kept)
+        chunk_bytes = self.chunk_bytes * (ON_DEVICE if slab.on_device else 1)
+        return Job(slab, names, flat, chunk_bytes, order, kept)
 
     def _kept_job(self, slab: Slab) -> Job | None:
         """The update with what a slab has kept or summed; the memory is free for new gradients once it is done."""

@@ -143,7 +143,7 @@ class StepRuntime(Runtime):
 
     def run_chunks(self, form: str, variant: str, chunk: tuple[int, int], args: Sequence[Any]) -> tuple[Any, ...]:
         """Compute a form's graph tile by tile."""
-        return run_chunks(self._forms[form], variant, self._compiled[form, variant], chunk, args)
+        return run_chunks(self._forms[form], variant, lambda name: self._compiled[form, name], chunk, args)
 
     def wait_weights(self, fetch: Fetch) -> tuple[torch.Tensor, ...]:
         """Wait for a fetch; the slab's parameters."""

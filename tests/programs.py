@@ -250,7 +250,7 @@ class _Interpreter(fx.Interpreter):
             return getattr(self.program.forms[args[1]], args[2])(*args[3:])
         if target is steps.run_chunks:
             form, chunk = self.program.forms[args[1]], args[3] if args[3][0] else WHOLE
-            return run_chunks(form, args[2], getattr(form, args[2]), chunk, args[4:])
+            return run_chunks(form, args[2], lambda name: getattr(form, name), chunk, args[4:])
         if target is steps.count:
             self.count = float(args[1])
             return None

@@ -234,7 +234,7 @@ def arguments() -> list[Any]:
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_forward_in_chunks(chunk: tuple[int, int]) -> None:
     graph = Forward()
-    results = run_chunks(form(), "forward", graph, chunk, arguments())
+    results = run_chunks(form(), "forward", lambda _: graph, chunk, arguments())
     for got, want in zip(results, function(*arguments()[2:]), strict=True):
         assert got is not None
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
@@ -245,7 +245,7 @@ def test_forward_in_chunks(chunk: tuple[int, int]) -> None:
 def test_backward_in_chunks(chunk: tuple[int, int]) -> None:
     """Gradients of what lacks an axis are added up; tangents of it count once; the sum's counts in every tile."""
     args = [*arguments(), *(torch.cos(y) for y in function(*arguments()[2:]))]
-    for got, want in zip(run_chunks(form(), "backward", backward, chunk, args), backward(*args), strict=True):
+    for got, want in zip(run_chunks(form(), "backward", lambda _: backward, chunk, args), backward(*args), strict=True):
         assert got is not None
         assert got.shape == want.shape
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
@@ -262,7 +262,7 @@ def test_tangents_of_what_every_tile_computes_go_to_the_first_tile_of_a_row_or_c
 
 def test_one_tile_is_the_graph_itself() -> None:
     results = (values(2), None)
-    assert run_chunks(form(), "forward", lambda *_: results, (B, S), arguments()) == results
+    assert run_chunks(form(), "forward", lambda _: lambda *_: results, (B, S), arguments()) == results
 
 
 def test_results_that_are_none_stay_none() -> None:
@@ -270,13 +270,13 @@ def test_results_that_are_none_stay_none() -> None:
         return (backward(*args)[0], None, None, backward(*args)[3])
 
     args = [*arguments(), *function(*arguments()[2:])]
-    got = run_chunks(form(), "backward", some, (1, 3), args)
+    got = run_chunks(form(), "backward", lambda _: some, (1, 3), args)
     assert [g is None for g in got] == [False, True, True, False]
 
 
 def test_no_more_tiles_than_are_asked_for() -> None:
     graph = Forward()
-    run_chunks(form(), "forward", graph, (1, 2), arguments(), most=3)
+    run_chunks(form(), "forward", lambda _: graph, (1, 2), arguments(), most=3)
     assert graph.calls == [(1, 2)] * 3
 
 
@@ -292,9 +292,11 @@ def test_saved_values_are_cut_like_any_other() -> None:
         assert torch.equal(args[-1], args[2].topk(2, -1).indices.flatten(0, 1))
         return function(*args[2:-1])
 
-    *outputs, saved = run_chunks(new, "forward", first, (2, 3), arguments())
+    *outputs, saved = run_chunks(new, "forward", lambda _: first, (2, 3), arguments())
     assert saved is not None and torch.equal(saved, first(*arguments())[-1])
-    for got, want in zip(run_chunks(new, "recompute", again, (2, 3), [*arguments(), saved]), outputs, strict=True):
+    for got, want in zip(
+        run_chunks(new, "recompute", lambda _: again, (2, 3), [*arguments(), saved]), outputs, strict=True
+    ):
         assert got is not None and want is not None and torch.equal(got, want)
 
 
@@ -329,7 +331,7 @@ def running_backward(b: int, s: int, *args: Tensor) -> tuple[Any, ...]:
 @pytest.mark.parametrize("chunk", [*CHUNKS, (2, 1)])
 def test_states_go_from_chunk_to_chunk_and_their_gradients_back(chunk: tuple[int, int]) -> None:
     given: list[Any] = [B, S, values(B, S, 4), values(4)]
-    y, states = run_chunks(running_form(), "forward", running, chunk, given)
+    y, states = run_chunks(running_form(), "forward", lambda _: running, chunk, given)
     want, last = running(B, S, given[2], given[3], torch.zeros(B, 4))
     assert y is not None and states is not None
     torch.testing.assert_close(y, want)
@@ -344,11 +346,11 @@ def test_states_go_from_chunk_to_chunk_and_their_gradients_back(chunk: tuple[int
         seen.append(args[-1])
         return (running(*args)[0],)
 
-    (same,) = run_chunks(running_form(), "recompute", again, chunk, [*given, states])
+    (same,) = run_chunks(running_form(), "recompute", lambda _: again, chunk, [*given, states])
     assert same is not None and torch.equal(same, y)
     assert len(seen) == len(tiles(B, S, chunk))
     dy = torch.cos(y)
-    got = run_chunks(running_form(), "backward", running_backward, chunk, [*given, states, dy])
+    got = run_chunks(running_form(), "backward", lambda _: running_backward, chunk, [*given, states, dy])
     for a, b in zip(got, running_backward(*given, torch.zeros(B, 4), dy, torch.zeros_like(last)), strict=False):
         assert a is not None
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
@@ -364,7 +366,7 @@ def test_the_backward_goes_from_the_last_chunk_of_a_row_to_the_first() -> None:
 
     x = torch.arange(2.0 * 3).view(2, 3, 1).expand(2, 3, 4)
     states = torch.arange(3.0)[:, None, None].expand(3, 2, 4)  # 0, 1, 2 before the chunks of a row
-    run_chunks(running_form(), "backward", look, (1, 1), [2, 3, x, values(4), states, x])
+    run_chunks(running_form(), "backward", lambda _: look, (1, 1), [2, 3, x, values(4), states, x])
     assert order == [(2, 0), (1, 3), (0, 2), (5, 0), (4, 3), (3, 2)]
 
 
@@ -376,7 +378,7 @@ def test_of_some_chunks_none_takes_what_another_row_left(variant: str) -> None:
     if variant == "backward":
         args, graph = [*args, torch.zeros(S, B, 4), values(B, S, 4)], running_backward
     for chunk in ((2, 7), (2, 4), (1, 1)):
-        results = run_chunks(running_form(), variant, graph, chunk, args, most=2)
+        results = run_chunks(running_form(), variant, lambda _: graph, chunk, args, most=2)
         assert len(results) == 2
         if variant == "forward":
             assert results[1] is not None and results[1].shape == (-(-S // chunk[1]), B, 4)

@@ -184,5 +184,5 @@ def test_random_forms(chain: list[tuple[str, int, int]], flags: tuple[bool, bool
         check(new, function, flags, tensors(*shapes))
     program = programs.bare("mlp")
     faults = Faults(program, "differentiate")
-    verify_form(new, faults)
+    verify_form(new, NO_TOKENS, faults)
     assert [f.message for f in faults.found] == ["the key does not follow from the structure"]

@@ -95,6 +95,24 @@ def test_rows_may_lie_apart_and_be_none(device: str) -> None:
     assert kernels.combine(none, g["weights"][:0], g["inverse"][:0]).shape == (0, 64)
 
 
+@pytest.mark.parametrize("width", [8, 1000, 2056])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_are_placed_in_a_larger_order(device: str, dtype: torch.dtype, width: int) -> None:
+    """Each where it belongs, and no other is written; also rows that lie apart."""
+    from oomc import expert_kernels as kernels
+
+    torch.manual_seed(0)
+    slots = torch.randperm(50)[:20].to(device)
+    for rows in (torch.randn(20, width), torch.randn(20, width + 8)[:, 4:-4], torch.empty(0, width)):
+        whole = torch.full((50, width), 7.0, device=device, dtype=dtype)
+        wanted, places = whole.clone(), slots[: len(rows)]
+        given = rows.to(device, dtype)
+        kernels.place(whole, places, given)
+        wanted[places] = given
+        assert torch.equal(whole, wanted)
+
+
 @pytest.mark.parametrize("size", [(5, 7), (64, 128)])
 @pytest.mark.parametrize("device", DEVICES)
 def test_only_experts_without_slots_are_cleared(device: str, size: tuple[int, int]) -> None:
