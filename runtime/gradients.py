@@ -40,8 +40,8 @@ from oomc.runtime.updates import (
 CHUNK_ELEMENTS = 8 << 20
 """bf16 gradients in a chunk: copies of this size are near their best rate."""
 ON_DEVICE = 8
-"""How many times as large chunks are of a slab on the device, where nothing is copied. Each takes some 0.2 ms of Python,
-for which the thread that issues the compute waits; a kernel of 64 M elements keeps compute from the device for 0.5 ms."""
+"""By how much larger chunks are of a slab on the device, where nothing is copied: each takes some 0.2 ms of Python, for
+which the thread that issues the compute waits. A kernel of 64 M elements keeps compute off the device for 0.5 ms."""
 BUFFER_ELEMENTS = 4 << 20
 """bf16 gradients in a ring buffer: with fewer, Python's share of an update (about 0.2 ms) shows (docs/RESULTS.md)."""
 Mode = Literal["update", "keep", "sum"]
