@@ -261,6 +261,13 @@ def _norm(node: fx.Node, a: Analysis) -> Flow:
     return Flow((layout, *[(*layout[: len(layout) - last], *[()] * last)] * statistics))
 
 
+@rule("oomc.rms_norm")
+def _rms_norm(node: fx.Node, a: Analysis) -> Flow:
+    layout = a.layout(node.args[0])
+    free_of_tokens(layout[-1:])
+    return Flow((layout, (*layout[:-1], ())))
+
+
 @rule("glu")
 def _glu(node: fx.Node, a: Analysis) -> Flow:
     layout = a.layout(node.args[0])

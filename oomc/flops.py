@@ -62,8 +62,8 @@ DELTA_KERNELS = {"gated_delta_rule": (45, 3), "gated_delta_rule_backward": (110,
 [C, D] tensors, and for each chunk of it."""
 
 
-ONE_PASS = ("combine", "combine_backward", "dispatch_backward")
-"""What is a loop in plain torch, and one kernel on CUDA (oomc.expert_kernels)."""
+ONE_PASS = ("combine", "combine_backward", "dispatch_backward", "rms_norm", "rms_norm_backward")
+"""What is several operators in plain torch, and one kernel on CUDA."""
 
 
 def numel(x: torch.Tensor) -> Any:

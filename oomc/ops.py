@@ -23,6 +23,7 @@ from oomc.experts import (
     route,
 )
 from oomc.opdef import BODIES, NAMESPACE, Body
+from oomc.rms_norm import rms_norm, rms_norm_backward
 
 __all__ = [
     "BODIES",
@@ -48,6 +49,8 @@ __all__ = [
     "grouped_mm_weight",
     "grouped_sum",
     "is_oomc",
+    "rms_norm",
+    "rms_norm_backward",
     "route",
 ]
 

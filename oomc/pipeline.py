@@ -25,6 +25,7 @@ from oomc.passes.partition_worksets import PartitionWorksets
 from oomc.passes.rewrite_attention import RewriteAttention
 from oomc.passes.rewrite_convolutions import RewriteConvolutions
 from oomc.passes.rewrite_experts import RewriteExperts
+from oomc.passes.rewrite_norms import RewriteNorms
 from oomc.passes.schedule import Schedule
 from oomc.passes.split_experts import SplitExperts
 from oomc.passes.split_projections import SplitProjections
@@ -40,6 +41,7 @@ MODEL_PASSES: tuple[Pass, ...] = (
     RewriteAttention(),
     RewriteConvolutions(),
     RewriteExperts(),
+    RewriteNorms(),
     SplitProjections(),
     PartitionWorksets(),
     Differentiate(),
@@ -48,13 +50,13 @@ MODEL_PASSES: tuple[Pass, ...] = (
 """From the forward graph to the bare step graph: once for a model."""
 
 
-WHOLE_BLOCKS: tuple[Pass, ...] = (PartitionWorksets(whole=True), *MODEL_PASSES[6:])
+WHOLE_BLOCKS: tuple[Pass, ...] = (PartitionWorksets(whole=True), *MODEL_PASSES[7:])
 """From a program that is cut into worksets to the same one with blocks that run whole, in chunks of batch rows."""
 
 
 def in_groups_passes(groups: int, align: int = 1) -> tuple[Pass, ...]:
     """From a program that is cut into worksets to the same one whose layers' experts are blocks in so many groups."""
-    return (SplitExperts(groups, align), *MODEL_PASSES[5:])
+    return (SplitExperts(groups, align), *MODEL_PASSES[6:])
 
 
 def step_passes(choose: ChooseResidency) -> tuple[Pass, ...]:

@@ -33,6 +33,8 @@ __all__ = [
     "enable_python_dispatcher",
     "expression",
     "fake_mode",
+    "fused_rms_norm",
+    "fused_rms_norm_backward",
     "in_a_mode",
     "is_constraint",
     "is_data_dependent",
@@ -72,6 +74,22 @@ def in_a_mode() -> bool:
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copies, asynchronous where they can be, in one call: each call gives up Python's lock and takes it again."""
     torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+
+
+def fused_rms_norm(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """x by the root of the mean of its squares [..., D], and what it was multiplied by [..., 1] in fp32, in one kernel.
+
+    `torch.nn.functional.rms_norm` is public, and does not hand out the second, which the backward needs.
+    """
+    out, scale = torch.ops.aten._fused_rms_norm.default(x, [x.shape[-1]], None, eps)
+    return out, scale.view(*x.shape[:-1], 1)
+
+
+def fused_rms_norm_backward(dout: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The gradient of x from that of `fused_rms_norm`'s first result, in one kernel."""
+    args = (dout, x, [x.shape[-1]], scale, None, [True, False])
+    gradient: torch.Tensor = torch.ops.aten._fused_rms_norm_backward.default(*args)[0]
+    return gradient
 
 
 def mode_of(tensor: torch.Tensor) -> FakeTensorMode:

@@ -25,6 +25,7 @@ from oomc import private, steps
 from oomc.errors import UnsupportedError
 from oomc.opdef import BODIES
 from oomc.program import PassResult, Program
+from oomc.rms_norm import PLAIN
 
 BACKENDS = ("eager", "inductor")
 
@@ -77,6 +78,10 @@ def direct(graph: fx.GraphModule) -> Callable[..., Any]:
 
 
 def compiled(graph: fx.GraphModule) -> Callable[..., Any]:
-    """The graph through Inductor, for all batch shapes."""
-    function: Callable[..., Any] = torch.compile(graph, fullgraph=True, dynamic=True)
+    """The graph through Inductor, for all batch shapes; it fuses norms with what is around them."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph.graph, {}))
+    for node in copy.nodes:
+        node.target = PLAIN.get(node.target, node.target)
+    function: Callable[..., Any] = torch.compile(fx.GraphModule(graph, copy), fullgraph=True, dynamic=True)
     return function
