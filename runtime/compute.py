@@ -96,7 +96,45 @@ def closed(x: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def narrow(x: torch.Tensor, layout: Layout, tile: Tile) -> torch.Tensor:
     """The tile's part of a tensor, as a view where there can be one."""
-    return closed(_opened_part(x, layout, tile), layout)
+    part = _range(x, layout, tile)
+    return closed(_opened_part(x, layout, tile), layout) if part is None else part
+
+
+def _range(x: torch.Tensor, layout: Layout, tile: Tile) -> torch.Tensor | None:
+    """The tile's part where it is a range of each dimension, as most are: one view, not four; else None."""
+    leading, others = _leading(layout, tile.batch == 1)
+    for token in ("B", "S"):
+        if not tile.cuts(token):
+            continue
+        if token in others:
+            return None
+        if token in leading:
+            dim, unit, whole = leading[token]
+            unit *= tile.sequence if whole else 1
+            part = tile.part(token)
+            x = x.narrow(dim, part.start * unit, (part.stop - part.start) * unit)
+    return x
+
+
+@lru_cache(maxsize=4096)
+def _leading(layout: Layout, one_row: bool) -> tuple[dict[str, tuple[int, int, bool]], frozenset[str]]:
+    """Tokens whose parts are ranges of a dimension, and the others.
+
+    A token's part is one if the token is what changes slowest in its dimension: as the batch is in `B * S * 8`, and the
+    sequence where there is one row. A range is of so many elements a token, by the sequence's size if it is in there.
+    """
+    leading, others = dict[str, tuple[int, int, bool]](), set[str]()
+    for at, dim in enumerate(layout):
+        atoms = [a for a in dim if not (one_row and a == "B")]
+        for place, atom in enumerate(atoms):
+            if not isinstance(atom, str):
+                continue
+            after = atoms[place + 1 :]
+            if place or not all(isinstance(a, int) or a == "S" for a in after):
+                others.add(atom)
+            else:
+                leading[atom] = at, math.prod(a for a in after if isinstance(a, int)), "S" in after
+    return leading, frozenset(others)
 
 
 def _opened_part(x: torch.Tensor, layout: Layout, tile: Tile) -> torch.Tensor:
@@ -150,8 +188,10 @@ class Total:
         if not self.tokens and wide != self.dtype:
             self._sum(part, own)
             return
-        target = _opened_part(self.value, self.layout, tile)
-        part, _ = opened(part, self.layout, _sizes(tile))
+        target = _range(self.value, self.layout, tile)
+        if target is None:
+            target = _opened_part(self.value, self.layout, tile)
+            part, _ = opened(part, self.layout, _sizes(tile))
         if again:
             target.add_(part)
         else:

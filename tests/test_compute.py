@@ -75,6 +75,22 @@ def test_a_tile_of_a_value(name: str, chunk: tuple[int, int]) -> None:
         assert torch.equal(narrow(x, layout, tile), expected(name, x, tile))
 
 
+@pytest.mark.parametrize("chunk", [(1, S), (1, 2), (1, 1)])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_tile_of_one_row_is_a_range(name: str, chunk: tuple[int, int]) -> None:
+    """Unless something else changes more slowly than positions do."""
+    layout, shape = LAYOUTS[name]
+    x = opened(values(*shape), layout, (B, S))[0]
+    where = opened(values(*shape), layout, (B, S))[1]
+    one = closed(x.narrow(where["B"], 0, 1) if "B" in where else x, layout)
+    for tile in tiles(1, S, chunk):
+        slow = closed(compute._opened_part(one, layout, tile), layout)
+        part = compute._range(one, layout, tile)
+        assert (part is None) == (name == "heads with positions" and chunk != (1, S))
+        assert torch.equal(narrow(one, layout, tile), slow)
+        assert part is None or part.untyped_storage().data_ptr() == one.untyped_storage().data_ptr()
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_opened_values_are_views_and_close_again(name: str) -> None:
     layout, shape = LAYOUTS[name]
