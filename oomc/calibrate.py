@@ -13,9 +13,11 @@ import itertools
 import statistics
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,9 @@ SECONDS = 45.0
 """For all measurements together; compiling the optimizer's kernels and pinning memory come on top."""
 HOST_SECONDS = 20.0
 """Likewise for those of the host alone."""
+TURNS = 3
+"""Times that updates are measured by each of WHERES."""
+WHERES: tuple[Where, ...] = ("host", "device", "both")
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 Figures = dict[str, Any]
 """Some of Machine's fields."""
@@ -277,32 +282,33 @@ def measure_updates(bench: Bench) -> Figures:
     """AdamW's update on the host alone, beside copies both ways, on the device, and on both; launches beside the last.
 
     Medians of all rounds: how fast an update is depends on how cores and copies happen to meet, and a step gets no
-    choice. What the cores and the copies move together is the bandwidth of host memory that they share. What a kernel
-    that only streams reaches is no measure of it: on an H200's host 250 to 320 GB/s against about 150.
+    choice. They take turns, since what else the machine does comes and goes within seconds. What the cores and the
+    copies move together is the bandwidth of host memory that they share. What a kernel that only streams reaches is no
+    measure of it: on an H200's host 250 to 320 GB/s against about 150.
     """
-    count, pieces, rounds = (64 << 20, 12, 12) if bench.cuda else (8 << 20, 6, 3)
+    count, pieces, rounds = (64 << 20, 12, 4) if bench.cuda else (8 << 20, 6, 1)
     touched, grad, traffic = 26.0, 2.0, 1.0 if bench.cuda else 2.0
-
-    def rate(update: Callable[[], None]) -> float:
-        return count * pieces / statistics.median(bench.rounds(update, least=rounds))
-
+    times: dict[str, list[float]] = defaultdict(list)
+    copies: list[float] = []
     figures: Figures = {}
-    rates: dict[Where, float] = {}
-    for where in ("host", "device", "both"):
-        with updating(bench, where, count, pieces) as update:
+    with updating(bench, count, pieces) as update:
+        for _ in range(TURNS):
             with computing(bench):
-                rates[where] = rate(update)
-                if where == "host":
-                    with pumping(bench, True, False) as pumps:
-                        busy = rate(update)
-                        copies = sum(pump.rate for pump in pumps)
-            if where == "both" and bench.cuda:
-                figures["launch_busy"] = launching(bench, update)
+                for where in WHERES:
+                    times[where] += bench.rounds(partial(update, where), least=rounds)
+                with pumping(bench, True, False) as pumps:
+                    times["busy"] += bench.rounds(partial(update, "host"), least=rounds)
+                    copies.append(sum(pump.rate for pump in pumps))
+        if bench.cuda:
+            figures["launch_busy"] = launching(bench, partial(update, "both"))
+    rates = {what: count * pieces / statistics.median(found) for what, found in times.items()}
     own = touched + grad * traffic
-    together = (busy * own + copies * traffic, rates["host"] * own, rates["device"] * 24.0)
+    together = (
+        rates["busy"] * own + statistics.median(copies) * traffic, rates["host"] * own, rates["device"] * 24.0,
+    )  # fmt: skip
     return figures | {
-        "update_rate": rates["host"], "streamed_rate": rates["device"], "both_rate": max(rates.values()),
-        "update_bytes": touched, "host_bandwidth": max(together),
+        "update_rate": rates["host"], "streamed_rate": rates["device"],
+        "both_rate": max(rates[where] for where in WHERES), "update_bytes": touched, "host_bandwidth": max(together),
     }  # fmt: skip
 
 
@@ -322,7 +328,7 @@ def launching(bench: Bench, update: Callable[[], None]) -> float:
 
 
 @contextmanager
-def updating(bench: Bench, where: Where, count: int, pieces: int) -> Iterator[Callable[[], None]]:
+def updating(bench: Bench, count: int, pieces: int) -> Iterator[Callable[[Where], None]]:
     """A function that makes `pieces` updates of slabs of `count` bf16 parameters, from gradients on the device.
 
     A third as many slabs take them in turn, so that little of the time is that of the first copies and last kernels.
@@ -334,10 +340,11 @@ def updating(bench: Bench, where: Where, count: int, pieces: int) -> Iterator[Ca
         slabs[-1].param("w").zero_()
     rule = AdamW()
     hyper = rule.hyper(HYPER)
-    runtime = Runtime(bench.device, slabs, [], rule, {"w": 0}, where=where)
+    runtime = Runtime(bench.device, slabs, [], rule, {"w": 0}, where="both")
     gradient = torch.full((count,), 1e-3, dtype=torch.bfloat16, device=bench.device)
 
-    def update() -> None:
+    def update(where: Where) -> None:
+        runtime.set_where(where)
         runtime.begin_step([hyper])
         turns = itertools.islice(itertools.cycle(slabs), pieces)
         tickets = [runtime.offload(slab.name, ["w"], [gradient], "update") for slab in turns]

@@ -242,6 +242,12 @@ class Runtime:
         assert self._sink is not None, "there is no optimizer"
         self._sink.apply_kept(self.slabs.values(), clipping)
 
+    def set_where(self, where: Where) -> None:
+        """Change who updates slabs on the host, once what is under way is done."""
+        if self._sink is not None and self._sink.where != where:
+            self.drain()
+            self._sink.set_where(where)
+
     def drain(self) -> None:
         """Block until the lanes are idle and all updates are done; an error if one failed."""
         self._h2d.drain()

@@ -77,9 +77,7 @@ class StepRuntime(Runtime):
                 version = source._version
                 self._residents[name] = source.detach().to(self.device)
                 self._versions[name] = version  # last: an interrupt must not leave the old values for the new
-        if self._sink is not None and self._sink.where != plan.where:
-            self.drain()
-            self._sink.set_where(plan.where)
+        self.set_where(plan.where)
         if [slot.nbytes for slot in self._buffers.slots] != list(plan.slots):
             self._buffers.close()
             self._buffers = WeightBuffers(plan.slots, self.device, self._h2d, self._adversary)

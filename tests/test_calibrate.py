@@ -110,9 +110,9 @@ def test_a_pump_copies_and_counts() -> None:
 
 
 def test_an_update_is_the_runtimes_own() -> None:
-    with updating(Bench(CPU, 1.0), "both", 1 << 12, 2) as update:
-        update()
-        update()
+    with updating(Bench(CPU, 1.0), 1 << 12, 2) as update:
+        for where in ("host", "device", "both", "host"):
+            update(where)
 
 
 def test_timings_leave_the_first_round_out() -> None:
