@@ -31,6 +31,7 @@ from oomc.flops import GATHERS, Call, calls, is_view, nbytes
 from oomc.fxutil import values
 from oomc.machine import Machine
 from oomc.program import Program
+from oomc.rms_norm import PLAIN
 
 B, S = sympy.symbols("B S", integer=True, positive=True)
 """The batch and the sequence in all expressions."""
@@ -314,7 +315,7 @@ def _each(graph: fx.Graph) -> list[Call]:
 def _is_fused(node: fx.Node) -> bool:
     op = node.target
     if not isinstance(op, OpOverload) or ops.is_oomc(op):
-        return False
+        return op in PLAIN
     return torch.Tag.pointwise in op.tags or op._opname in FUSED
 
 

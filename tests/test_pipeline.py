@@ -36,8 +36,8 @@ def test_a_pass_that_lies_is_found() -> None:
 def test_the_pipeline_is_what_the_design_says() -> None:
     names = [p.name for p in (*pipeline.MODEL_PASSES, *pipeline.step_passes(ChooseResidency((1, 1))))]
     assert names == [
-        "canonicalize", "rewrite_attention", "rewrite_convolutions", "rewrite_experts", "split_projections",
-        "partition_worksets", "differentiate", "assemble",
+        "canonicalize", "rewrite_attention", "rewrite_convolutions", "rewrite_experts", "rewrite_norms",
+        "split_projections", "partition_worksets", "differentiate", "assemble",
         "choose_residency", "insert_chunks", "insert_recompute", "insert_value_offload",
         "overwrite_values", "insert_offload",
         "insert_prefetch", "insert_updates", "schedule",
