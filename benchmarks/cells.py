@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from common import ADAMW, HostMeter, batches, build_model, device_peaks, synchronize
+from common import ADAMW, HostMeter, batches, build_model, device_mapped, device_peaks, synchronize
 
 import oomc
 from oomc import machine
@@ -79,7 +79,7 @@ def run(
                         time_worksets=args.time_worksets, chunk_tokens=chunk or None)  # fmt: skip
     compile_s = time.perf_counter() - began
     host.restart()
-    times = measured(step, stream, args.warmup, args.steps, device)
+    times, mapped = measured(step, stream, args.warmup, args.steps, device)
     seconds = statistics.median(times)
     figures, metrics, chosen = step.report().data, step.metrics, step.plan
     projected = figures["timeline"]["step_s"]
@@ -90,13 +90,15 @@ def run(
         "plan": chosen.describe(), "compile_s": compile_s,
         "step_measured": seconds, "steps_s": times, "step_projected": projected, "step_ratio": projected / seconds,
         "device_measured": metrics["device_peak"], "device_projected": metrics["device_projected"],
-        "device_ratio": metrics["device_projected"] / metrics["device_peak"], **device_peaks(device),
+        "device_ratio": metrics["device_projected"] / metrics["device_peak"], "device_mapped": mapped,
+        **device_peaks(device),
         "host_measured": host.peak, "host_projected": needed, "host_ratio": needed / max(1, host.peak),
-        "bound": figures["timeline"].get("bound"), "both_rate": rates.both_rate, "host_bandwidth": rates.host_bandwidth,
+        "bound": figures["timeline"].get("bound"),
+        "both_rate": rates.both_rate, "host_bandwidth": rates.host_bandwidth,
     }  # fmt: skip
     if args.plans:
         result["others"] = others(step, chosen, stream, example, args.plans, device)
-        result["step_again"] = statistics.median(measured(step, stream, 1, args.steps, device))
+        result["step_again"] = statistics.median(measured(step, stream, 1, args.steps, device)[0])
         best = min([each["step_s"] for each in result["others"]], default=seconds)
         result["against_best"] = min(seconds, result["step_again"]) / best
     step.close()
@@ -105,17 +107,21 @@ def run(
     return result
 
 
-def measured(step: oomc.Step, stream: Iterator[Any], warmup: int, steps: int, device: torch.device) -> list[float]:
-    """The times of calls with their loss read."""
-    times = []
-    for _ in range(warmup + steps):
+def measured(
+    step: oomc.Step, stream: Iterator[Any], warmup: int, steps: int, device: torch.device
+) -> tuple[list[float], int]:
+    """The times of calls with their loss read, and the bytes that the allocator takes from the device in each."""
+    times, mapped = [], 0
+    for index in range(warmup + steps):
+        if index == warmup:
+            mapped = device_mapped(device)
         batch = next(stream)
         start = time.perf_counter()
         float(step(**batch))
         times.append(time.perf_counter() - start)
     step.synchronize()
     synchronize(device)
-    return times[warmup:]
+    return times[warmup:], (device_mapped(device) - mapped) // steps
 
 
 def others(
@@ -129,7 +135,10 @@ def others(
             break
         try:
             step.use_plan(plan, **example)
-            found.append({"what": name, "step_s": statistics.median(measured(step, stream, 1, 2, device))})
+            times, mapped = measured(step, stream, 1, 2, device)
+            projected = step.report().data["timeline"]["step_s"]
+            found.append({"what": name, "step_s": statistics.median(times), "step_projected": projected,
+                          "device_mapped": mapped})  # fmt: skip
         except oomc.BudgetError:
             continue
     step.use_plan(chosen, **example)

@@ -179,6 +179,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def device_mapped(device: torch.device) -> int:
+    """Bytes that the allocator has taken from the device so far; what grows in a steady step has been given back."""
+    return int(torch.cuda.memory_stats()["reserved_bytes.all.allocated"]) if device.type == "cuda" else 0
+
+
 def device_peaks(device: torch.device) -> dict[str, int | None]:
     """The allocator's peaks, and what the device has in use outside of it (the CUDA context, libraries)."""
     if device.type != "cuda":
