@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from oomc import at_once, meta, ops, pipeline, steps
+from oomc import at_once, meta, pipeline, steps
 from oomc.capture import Batch, capture
 from oomc.cost import Costs
 from oomc.faults import Faults
@@ -24,7 +24,6 @@ from oomc.worksets import AtOnce, Form
 from tests import programs
 from tests.helpers import compiled, masters, relative, tokens
 
-MOE = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3", "qwen3_next", "plain_moe"]
 SIZES = (3, 24)
 CHUNKS = [(1, 24), (2, 24), (1, 7), (2, 5), (3, 23), (3, 1)]
 
@@ -36,13 +35,8 @@ def bare(name: str, dtype: torch.dtype = torch.float32) -> Program:
 
 
 def forms(program: Program) -> list[Form]:
-    """Those with grouped products in their backward."""
-    return [
-        form
-        for form in program.forms.values()
-        if form.backward is not None
-        and form.backward.graph.find_nodes(op="call_function", target=ops.grouped_mm_weight)
-    ]
+    """Those whose experts' gradients can be made at once."""
+    return [form for form in program.forms.values() if form.at_once is not None]
 
 
 def arguments(program: Program, form: Form, experts: int, sizes: tuple[int, int] = SIZES) -> list[Any]:
@@ -72,20 +66,6 @@ def run(form: Form, chunk: tuple[int, int], args: list[Any]) -> list[Tensor | No
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AtOnce, "pays", lambda *_: True)
-
-
-@pytest.mark.parametrize("name", MOE)
-def test_all_weights_of_experts_that_are_products_can_be_made_at_once(name: str) -> None:
-    """And nothing else is: biases are sums of rows."""
-    for form in forms(bare(name)):
-        assert form.at_once is not None
-        made = {form.inputs[form.gradients[i]].role for i in form.at_once.results}
-        assert made == {"parameter"} and len(form.at_once.results) == 2
-        assert form.backward_rows is not None
-        rest = form.backward_rows.graph.find_nodes(op="call_function", target=ops.grouped_mm_weight)
-        assert not rest
-        kinds = [operand.route for operand in form.at_once.operands]
-        assert sorted(kinds) == [-1, 0, 0, 0]  # what is dispatched is kept as tokens
 
 
 @pytest.mark.usefixtures("always")

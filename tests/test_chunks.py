@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from oomc import meta, pipeline, private
+from oomc import meta, ops, pipeline, private
 from oomc.match import op_name
 from oomc.models import tiny
 from oomc.passes.choose_residency import Candidate, ChooseResidency
@@ -104,6 +104,7 @@ def test_blocks_that_run_whole_in_chunks_of_rows(name: str) -> None:
 
 # --- what does not run in chunks of tokens is attention and its like, and positions
 
+DENSE = ("llama",)
 PRODUCTS = frozenset({"linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "einsum", "conv1d", "oomc.grouped_mm"})
 MIXERS = frozenset({"conv1d", "oomc.attention", "oomc.attention_backward"})
 SIZES = (8, 256)
@@ -186,3 +187,18 @@ def test_nothing_larger_than_a_block_boundary_crosses(name: str) -> None:
         (output,) = form.forward.graph.find_nodes(op="output")
         for saved in output.args[0][len(workset.outputs) :] if not mixes(workset) else ():
             assert elements(program, saved) < boundary, (workset.name, saved)
+
+
+@pytest.mark.parametrize("name", [name for name in tiny.NAMES if name not in DENSE])
+def test_weights_of_experts_can_be_made_of_all_chunks_at_once(name: str) -> None:
+    """All that are products of rows, and nothing else is: biases are sums. What is dispatched is kept as tokens."""
+    program, weight = partitioned(name), ops.grouped_mm_weight
+    forms = [f for f in program.forms.values() if f.backward is not None and f.backward.graph.find_nodes(
+        op="call_function", target=weight)]  # fmt: skip
+    assert forms
+    for form in forms:
+        assert form.at_once is not None and form.backward_rows is not None
+        assert {form.inputs[form.gradients[i]].role for i in form.at_once.results} == {"parameter"}
+        assert len(form.at_once.results) == 2
+        assert not form.backward_rows.graph.find_nodes(op="call_function", target=weight)
+        assert sorted(operand.route for operand in form.at_once.operands) == [-1, 0, 0, 0]
