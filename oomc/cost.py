@@ -111,14 +111,14 @@ class FormCost:
         return total
 
     def chunk_seconds(self, batch: int, sequence: int, machine: Machine, chunks: int) -> float:
-        """Time of putting the results of one of so many chunks into the whole (oomc.runtime.compute.Total)."""
+        """Time of putting the results of one of so many chunks into the whole (oomc.runtime.tiles.Total)."""
         in_place, elements, count = self.numbers(batch, sequence)[-3:]
         added = 3 * count if chunks == 2 else (chunks + 1) * count + 8 * (chunks - 1) * elements
         return (2 * in_place + added / chunks) / machine.bandwidth + CHUNK_LAUNCHES * machine.launch
 
 
 def tile_shapes(sizes: tuple[int, int], chunk: tuple[int, int]) -> list[tuple[tuple[int, int], int]]:
-    """The sizes of the tiles that a batch is run in (oomc.runtime.compute.tiles), and how many there are of each."""
+    """The sizes of the tiles that a batch is run in (oomc.runtime.tiles), and how many there are of each."""
     sides = []
     for size, part in zip(sizes, chunk, strict=True):
         part = min(max(1, part), size)
@@ -228,9 +228,8 @@ class Costs:
         if key not in self._seconds:
             shapes = tile_shapes(sizes, chunk or sizes)
             chunks = sum(count for _, count in shapes)
-            at_once = self.program.forms[form].at_once if variant == "backward" else None
             seconds = 0.0
-            if at_once is not None and at_once.pays(sizes, chunks):
+            if self.program.forms[form].made_at_once(variant, sizes, chunks):
                 seconds = sum(self._chunk_seconds(form, part, sizes, 1) for part in (steps.ORDERS, steps.PRODUCTS))
                 variant = steps.ROWS
             seconds += sum(count * self._chunk_seconds(form, variant, shape, chunks) for shape, count in shapes)

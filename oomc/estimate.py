@@ -52,8 +52,6 @@ from oomc.timeline import Timeline, simulate
 CUDA_CONTEXT = 688 << 20
 """Device bytes of a CUDA context with torch's kernels."""
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-FIRST_CUT = "partition_worksets"
-"""The pass before which layers are repeated."""
 
 
 @dataclass(frozen=True)
@@ -179,11 +177,11 @@ class _Compiler(Compiler):
         program = self._repeated(batch) or self._forward(batch)
         self.train_only(program)
         program.notes["buffers"] = dict(self.model.named_buffers())
-        return pipeline.run_passes(program, pipeline.MODEL_PASSES[_first_cut() :], observe, self.options.verify)
+        return pipeline.run_passes(program, pipeline.MODEL_PASSES[pipeline.CUT :], observe, self.options.verify)
 
     def _forward(self, batch: Batch) -> Program:
         program = capture(self.model, batch, loss_fn=self.options.loss_fn, device="cpu")
-        return pipeline.run_passes(program, pipeline.MODEL_PASSES[: _first_cut()], verify=self.options.verify)
+        return pipeline.run_passes(program, pipeline.MODEL_PASSES[: pipeline.CUT], verify=self.options.verify)
 
     def _repeated(self, batch: Batch) -> Program | None:
         """The program from a few layers, where they show all that the others are."""
@@ -229,10 +227,6 @@ def _seldom_collecting() -> Iterator[None]:
             _THRESHOLDS.pop()
             if before is not None:
                 gc.set_threshold(*before)
-
-
-def _first_cut() -> int:
-    return [each.name for each in pipeline.MODEL_PASSES].index(FIRST_CUT)
 
 
 class Estimator:

@@ -2,7 +2,8 @@
 
 In plain torch (oomc.experts) each is a loop over the k experts of a token: some 5 kernels an expert that pass over
 [tokens, width] in fp32. Here a row is read once, summed in fp32 in the same order, and written once. Of a group of
-experts (`own`, the offsets of its slots), rows of other experts' slots are neither read nor written.
+experts (`own`, the offsets of its slots), rows of other experts' slots are neither read nor written. Rows are placed by
+a kernel too: torch's index_copy_ computes a place for each element, and copies one at a time.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -97,7 +97,7 @@ def _leave_out(rows: Tensor, slots: Tensor, own: Tensor | None) -> Tensor:
 
 
 def place_(whole: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Write rows [n, D] to those of `whole` [N, D] that `slots` [n] names, each once."""
+    """Write rows [n, D] to those of `whole` [N, D], contiguous, that `slots` [n] names, each once."""
     if _by_kernel(whole, rows) and (kernels := _kernels(whole)):
         kernels.place(whole, slots, rows)
     else:

@@ -50,13 +50,15 @@ MODEL_PASSES: tuple[Pass, ...] = (
 """From the forward graph to the bare step graph: once for a model."""
 
 
-WHOLE_BLOCKS: tuple[Pass, ...] = (PartitionWorksets(whole=True), *MODEL_PASSES[7:])
+CUT = MODEL_PASSES.index(PartitionWorksets())
+"""The place of the pass that finds blocks and cuts them."""
+WHOLE_BLOCKS: tuple[Pass, ...] = (PartitionWorksets(whole=True), *MODEL_PASSES[CUT + 1 :])
 """From a program that is cut into worksets to the same one with blocks that run whole, in chunks of batch rows."""
 
 
 def in_groups_passes(groups: int, align: int = 1) -> tuple[Pass, ...]:
     """From a program that is cut into worksets to the same one whose layers' experts are blocks in so many groups."""
-    return (SplitExperts(groups, align), *MODEL_PASSES[6:])
+    return (SplitExperts(groups, align), *MODEL_PASSES[CUT:])
 
 
 def step_passes(choose: ChooseResidency) -> tuple[Pass, ...]:

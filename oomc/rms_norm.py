@@ -21,17 +21,17 @@ from oomc.opdef import define, wide
 
 
 def plain(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """In operators."""
+    """Body of `oomc::rms_norm` in operators."""
     values = x.to(wide(x.dtype))
     scale = torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
-    return (values * scale).to(x.dtype), scale
+    return (values * scale).to(x.dtype).contiguous(), scale.contiguous()
 
 
 def plain_backward(dout: Tensor, x: Tensor, scale: Tensor) -> Tensor:
-    """In operators: those of autograd, in their order."""
+    """Body of `oomc::rms_norm_backward` in operators: those of autograd, in their order."""
     values, given = x.to(scale.dtype), dout.to(scale.dtype)
     of_mean = -0.5 * (given * values).sum(-1, keepdim=True) * scale.pow(3) / x.shape[-1]
-    return (given * scale + of_mean * (2.0 * values)).to(x.dtype)
+    return (given * scale + of_mean * (2.0 * values)).to(x.dtype).contiguous()
 
 
 def _forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -41,8 +41,7 @@ def _forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         out [..., D] in x's dtype, contiguous, and scale [..., 1] in fp32.
     """
     if target.kind(x.device) != "cuda":
-        out, scale = plain(x, eps)
-        return out.contiguous(), scale
+        return plain(x, eps)
     x = x.contiguous()
     if isinstance(x, private.FakeTensor):
         return _forward_fake(x, eps)
@@ -52,7 +51,7 @@ def _forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _backward(dout: Tensor, x: Tensor, scale: Tensor) -> Tensor:
     """Body of `oomc::rms_norm_backward`: the gradient of x, contiguous; dout [..., D] in x's dtype."""
     if target.kind(x.device) != "cuda":
-        return plain_backward(dout, x, scale).contiguous()
+        return plain_backward(dout, x, scale)
     dout, x = dout.contiguous(), x.contiguous()
     if isinstance(x, private.FakeTensor):
         return _backward_fake(dout, x, scale)

@@ -36,7 +36,7 @@ from oomc.runtime.memory import empty_cache
 from oomc.simulate import Profiler, nbytes
 from oomc.worksets import Form, Workset
 
-KERNELS = 2
+KERNELS = 3
 """Part of what timings are remembered under: another number where operators compute otherwise, and so faster or
 slower."""
 TOKENS = 8192

@@ -330,9 +330,7 @@ def verify_form(form: Form, symbols: TokenSymbols, faults: Faults) -> None:
             made, overwritten = in_place.backward_of(form)
             if made is None or (str(made.graph), overwritten) != (str(form.backward_in_place.graph), form.overwritten):
                 faults.add("it is not the backward with attention in place", None, form.backward_in_place.graph, title)
-        again = at_once.added(
-            replace(form, backward_orders=None, backward_rows=None, backward_products=None, at_once=None), symbols
-        )
+        again = at_once.added(form, symbols)
         if again.at_once != form.at_once or any(_text(again, part) != _text(form, part) for part in steps.PARTS):
             faults.add(
                 "what makes gradients at once does not follow from the backward", None, form.backward.graph, title

@@ -74,11 +74,11 @@ class Operand:
 
     Attributes:
         layout: of a value whose dimensions carry tokens; else empty.
-        route: for rows in an expert order, which of the routes' that is.
+        route: of rows in an expert order, the place of the route that gives this order; else None.
     """
 
     layout: Layout = ()
-    route: int = -1
+    route: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,8 @@ class AtOnce:
     itemsize: int
 
     def pays(self, sizes: tuple[int, int], tiles: int) -> bool:
-        """Whether what is kept for a batch of `sizes` takes no more memory than sums of so many tiles' gradients would.
-
-        Of two there is no fp32 sum.
+        """Whether what is kept for a batch of `sizes` takes no more memory than sums of so many tiles' gradients would,
+        but for the routes. Of two there is no fp32 sum.
         """
         kept = calc(self.formula, *sizes)
         return tiles > 1 and kept <= self.numbers * (self.itemsize if tiles == 2 else max(4, self.itemsize))
@@ -166,6 +165,11 @@ class Form:
     tangents: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
     differentiable: tuple[bool, ...] = ()
+
+    def made_at_once(self, variant: str, sizes: tuple[int, int], tiles: int) -> AtOnce | None:
+        """What so many tiles of a batch make at once; None where each makes its own."""
+        at_once = self.at_once if variant == "backward" else None
+        return at_once if at_once is not None and at_once.pays(sizes, tiles) else None
 
     def carried(self, variant: str) -> list[Carry]:
         """What is handed on between chunks of a variant: its graph's last arguments and its last results."""

@@ -87,13 +87,16 @@ def _norm(rsqrt: fx.Node) -> Norm | None:
     narrow, values = (meta.tensor(n) if isinstance(n, fx.Node) else None for n in (x, wide))
     if narrow is None or values is None or narrow.dtype not in NARROW or values.dtype != torch.float32:
         return None
-    (product, *others) = rsqrt.users
-    if others or any(len(n.users) != 1 for n in (total, mean, mean.args[0], product)):
-        return None  # of two casts, gradients are added up in fp32
+    if any(len(n.users) != 1 for n in (rsqrt, total, mean, mean.args[0])):
+        return None
+    (product,) = rsqrt.users
+    # of what several others take, or of a result that is rounded twice, gradients are added up in fp32
+    if len(product.users) != 1 or set(wide.users) != {mean.args[0], product}:
+        return None
     (result,) = product.users
     if op_name(product) != "mul" or set(product.args) != {wide, rsqrt} or op_name(result) not in CASTS:
         return None
-    return Norm(x, total.args[1], result) if _dtype(result) == narrow.dtype else None
+    return Norm(x, total.args[1], result) if meta.value(result).dtype == narrow.dtype else None
 
 
 def _squared(node: Any) -> fx.Node | None:
@@ -102,8 +105,3 @@ def _squared(node: Any) -> fx.Node | None:
     squares = name == "square" or (name == "pow" and node.args[1] == 2)
     squares = squares or (name == "mul" and node.args[0] is node.args[1])
     return node.args[0] if squares else None
-
-
-def _dtype(node: fx.Node) -> torch.dtype | None:
-    val = meta.tensor(node)
-    return None if val is None else val.dtype

@@ -226,5 +226,4 @@ def test_a_gradient_that_something_else_is_part_of_is_not_made_at_once() -> None
     meta.set_value(total, meta.value(results[place]))
     results[place] = total
     output.args = (tuple(results),)
-    plain = replace(form, backward=copy, backward_orders=None, backward_rows=None, backward_products=None, at_once=None)
-    assert at_once.added(plain, program.notes["symbols"]).at_once is None
+    assert at_once.added(replace(form, backward=copy), program.notes["symbols"]).at_once is None

@@ -21,7 +21,7 @@ from oomc.passes.choose_residency import (
 )
 from oomc.plan import Budget, Residency
 from oomc.printer import print_program
-from oomc.runtime.compute import tiles
+from oomc.runtime.tiles import tiles
 from tests import programs
 from tests.conftest import Golden
 

@@ -31,7 +31,7 @@ from oomc.dims import (
     tokens_of,
 )  # fmt: skip
 from oomc.match import op_name
-from oomc.runtime.compute import narrow, tiles
+from oomc.runtime.tiles import narrow, tiles
 
 aten = torch.ops.aten
 WEIGHT = torch.linspace(-1, 1, 16).view(4, 4)

@@ -16,7 +16,7 @@ from oomc.capture import Batch, capture
 from oomc.models import tiny
 from oomc.passes.choose_residency import Candidate, ChooseResidency
 from oomc.program import Program
-from oomc.runtime.compute import tiles
+from oomc.runtime.tiles import tiles
 from oomc.simulate import Profiler
 from oomc.worksets import Form
 from tests import programs

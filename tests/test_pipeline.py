@@ -116,7 +116,7 @@ def test_twins_have_one_name_each_in_whatever_order_they_come() -> None:
     bare = programs.bare("topk")
     frozen = next(s.target for s in bare.inputs if s.kind == "parameter" and "layers.1" in s.target)
     changed = replace(bare, inputs=[replace(s, trainable=s.trainable and s.target != frozen) for s in bare.inputs])
-    other = pipeline.run_passes(pipeline._uncut(changed), pipeline.MODEL_PASSES[5:])
+    other = pipeline.run_passes(pipeline._uncut(changed), pipeline.MODEL_PASSES[pipeline.CUT :])
     for key, form in other.forms.items():
         flags = tuple(i.requires_grad for i in form.inputs)
         assert form is bare.differentiated[key.partition(".")[0], flags]

@@ -17,8 +17,7 @@ from oomc.printer import print_program
 from oomc.program import Program
 from oomc.simulate import Profiler
 
-CUT = [each.name for each in pipeline.MODEL_PASSES].index("partition_worksets")
-FORWARD, REST = pipeline.MODEL_PASSES[:CUT], pipeline.MODEL_PASSES[CUT:]
+FORWARD, REST = pipeline.MODEL_PASSES[: pipeline.CUT], pipeline.MODEL_PASSES[pipeline.CUT :]
 
 
 def forward(model: nn.Module) -> Program:

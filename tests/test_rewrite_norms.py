@@ -55,6 +55,11 @@ def twice(x: Tensor, weight: Tensor) -> Tensor:
     return normal.to(x.dtype) * weight + normal.to(x.dtype).sin()
 
 
+def copied(x: Tensor, weight: Tensor) -> Tensor:
+    values = x.float()
+    return weight * (values * scale(values)).to(x.dtype) + (values * 3.3).to(x.dtype)
+
+
 def gemma(x: Tensor, weight: Tensor) -> Tensor:
     values = x.float()
     return (values * scale(values) * (1.0 + weight.float())).type_as(x)
@@ -69,6 +74,7 @@ def with_scale(x: Tensor, weight: Tensor) -> Tensor:
 OTHER: dict[str, Norm] = {
     "multiplied in fp32": gemma,
     "rounded twice": twice,
+    "its fp32 copy is used": copied,
     "its scale is used": with_scale,
     "of other values": lambda x, w: w * (x.float() * scale(x.float() + 1)).to(x.dtype),
     "in 16 bits": lambda x, w: w * (x * scale(x)),
