@@ -46,7 +46,7 @@ def added(form: Form, symbols: TokenSymbols) -> Form:
     routes: Routes = {}
     for index in range(len(form.gradients)):
         found = _products(graph, results[index])
-        own = {_route(product): _pairs(form, _route(product)) for product in found}
+        own = {_route(product): _pairs(form, _route(product), symbols) for product in found}
         if found and all(own.values()):
             products[index], routes = found, routes | own
     if not products:
@@ -89,8 +89,11 @@ def _route(product: fx.Node) -> fx.Node | None:
     return offsets.args[0] if known else None
 
 
-def _pairs(form: Form, route: fx.Node | None) -> Layout:
-    """How the pairs that a route sorts carry tokens, as the choice of experts does of which it is made; or empty."""
+def _pairs(form: Form, route: fx.Node | None, symbols: TokenSymbols) -> Layout:
+    """How the pairs that a route sorts carry tokens, as the choice of experts does of which it is made.
+
+    Empty if that is not known, or if several tiles share a pair: each of them gives it a part of its gradient.
+    """
     node: Any = route and route.args[0]
     while node is not None and op_name(node) in SAME_ORDER:
         node = node.args[0]
@@ -101,7 +104,8 @@ def _pairs(form: Form, route: fx.Node | None) -> Layout:
     layouts = {"input": [i.layout for i in form.inputs], "saved": form.saved_layouts, "output": form.output_layouts}
     taken = [layouts[kind][index] for kind, index in form.backward_takes[place : place + 1]]
     atoms = tuple(atom for layout in taken for dim in layout for atom in dim)
-    return (atoms,) if atoms and all(isinstance(atom, int | str) for atom in atoms) else ()
+    cut = symbols.tokens if form.chunk == "tokens" else symbols.tokens & {"B"}
+    return (atoms,) if all(isinstance(atom, int | str) for atom in atoms) and cut <= set(atoms) else ()
 
 
 def _index(part: fx.Node) -> Any:

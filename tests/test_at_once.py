@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-from oomc import at_once, meta, pipeline, steps
+from oomc import at_once, meta, ops, pipeline, steps
 from oomc.capture import Batch, capture
 from oomc.cost import Costs
 from oomc.faults import Faults
 from oomc.machine import default
 from oomc.models import tiny
+from oomc.passes.choose_residency import Candidate, ChooseResidency
 from oomc.program import Program
 from oomc.runtime.compute import run_chunks
 from oomc.simulate import Profiler
@@ -227,3 +228,39 @@ def test_a_gradient_that_something_else_is_part_of_is_not_made_at_once() -> None
     results[place] = total
     output.args = (tuple(results),)
     assert at_once.added(replace(form, backward=copy), program.notes["symbols"]).at_once is None
+
+
+class Pooled(nn.Module):
+    """Experts of each batch row, or of each position: whoever chooses them is shared by the tiles of a row, or of a
+    column."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dim = dim
+        self.embed, self.linear = nn.Embedding(16, 8), nn.Linear(8, 8, bias=False)
+        self.router, self.up = nn.Linear(8, 3, bias=False), nn.Parameter(torch.randn(3, 8, 8) * 0.2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        pooled = x.mean(self.dim)
+        weights, chosen = self.router(pooled).softmax(-1).topk(2, -1)
+        y = torch.zeros_like(pooled)
+        for expert, up in enumerate(self.up.unbind()):
+            y = y + (weights * (chosen == expert)).sum(-1, keepdim=True) * torch.tanh(pooled @ up)
+        return self.linear(torch.nn.functional.silu(x * y.unsqueeze(self.dim))).square().mean()
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("dim", [0, 1])
+def test_pairs_that_several_tiles_share_are_summed(dim: int) -> None:
+    """Each tile has a part of their gradient."""
+    model, batch = Pooled(dim), {"ids": torch.arange(44).reshape(4, 11) % 16}
+    program = pipeline.run_passes(capture(model, Batch.bind(model, (), batch)), pipeline.MODEL_PASSES)
+    assert any(
+        form.backward is not None and form.chunk == "tokens"
+        and form.backward.graph.find_nodes(op="call_function", target=ops.grouped_mm_weight)
+        for form in program.forms.values()
+    )  # fmt: skip
+    step = pipeline.with_plan(program, ChooseResidency((4, 11), candidate=Candidate(4, 0, 0)))
+    programs.assert_same(programs.run_step(step, model, batch), programs.run_eager(model, batch))

@@ -119,6 +119,25 @@ def test_route() -> None:
     assert inverse[order].tolist() == list(range(6))
 
 
+@pytest.mark.parametrize("count", [8, 255, 256, 300, 40_000])
+@pytest.mark.parametrize("first", [None, 0, 3])
+def test_pairs_with_experts_that_there_are_not_come_last(count: int, first: int | None) -> None:
+    """However large their numbers are: keys are sorted in as few bytes as hold the experts that there are."""
+    torch.manual_seed(0)
+    begin = first or 0
+    index = torch.randint(0, 3 * count, (500, 3))
+    index[:5, 0] = torch.tensor([count, count + 256, 65_536 + count, 2**31, 2**40])
+    order, inverse, offsets = experts.route(index, count, first)
+    pairs = index.flatten() - begin
+    own = (pairs >= 0) & (pairs < count)
+    wanted = [i for e in range(count) for i in (pairs == e).nonzero().flatten().tolist()] if count < 1000 else None
+    if wanted is not None:
+        assert order[: len(wanted)].tolist() == wanted
+    assert int(offsets[-1]) == int(own.sum()) and not own[order[int(offsets[-1]) :]].any()
+    assert torch.equal(offsets.diff(prepend=offsets.new_zeros(1)), torch.bincount(pairs[own], minlength=count).int())
+    assert torch.equal(inverse[order], torch.arange(1500))
+
+
 def test_opcheck() -> None:
     x, index, w, up, bias, down = _inputs(torch.float32)
     order, inverse, offsets = experts.route(index, 8)

@@ -18,6 +18,7 @@ from oomc.dim_rules import analyse
 from oomc.dims import can_be_cut, tokens_of
 from oomc.passes.choose_residency import Candidate, ChooseResidency
 from oomc.program import Program
+from oomc.worksets import AtOnce
 from tests import programs
 
 D, EXPERTS, LONGEST = 4, 3, 16
@@ -70,6 +71,7 @@ OPS: dict[str, Op] = {
     "flat linear": Op("flat", "flat", lambda x, y, w: y + x @ w, ((D, D),)),
     "flat experts": Op("flat", "flat", experts, ((D, EXPERTS), (EXPERTS, D, D))),
     "table linear": Op("table", "table", lambda x, y, w: x + torch.tanh(y @ w), ((D, D),)),
+    "table experts": Op("table", "table", experts, ((D, EXPERTS), (EXPERTS, D, D))),
     "scaled": Op("sum", "sum", lambda x, y, w: x.tanh() * w + y, ((D,),)),
     "total": Op("full", "sum", lambda x, _: x.sum((0, 1)) / 10),
     "flat total": Op("flat", "sum", lambda x, _: x.sum(0) / 10),
@@ -162,12 +164,15 @@ def check(model: Random, sizes: tuple[int, int], chunks: list[tuple[int, int]]) 
     batch = inputs(sizes)
     want = programs.run_eager(model, batch)
     program = in_chunks(bare, sizes, chunks)
-    got = programs.run_step(program, model, batch)
-    assert abs(got[0] - want[0]) <= 1e-5 * abs(want[0])
-    assert got[1].keys() == want[1].keys()
-    scale = max(float(g.norm()) for g in want[1].values())
-    for name, grad in want[1].items():
-        assert (got[1][name] - grad).norm() <= 1e-5 * grad.norm() + 1e-6 * scale, name
+    for at_once in (AtOnce.pays, lambda *_: True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(AtOnce, "pays", at_once)
+            got = programs.run_step(program, model, batch)
+        assert abs(got[0] - want[0]) <= 1e-5 * abs(want[0])
+        assert got[1].keys() == want[1].keys()
+        scale = max(float(g.norm()) for g in want[1].values())
+        for name, grad in want[1].items():
+            assert (got[1][name] - grad).norm() <= 1e-5 * grad.norm() + 1e-6 * scale, name
     return bare
 
 
