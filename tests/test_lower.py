@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import fx
 
-from oomc import pipeline, steps
+from oomc import ops, pipeline, steps
 from oomc.errors import UnsupportedError
+from oomc.passes import lower
 from oomc.passes.lower import Lower
 from oomc.program import Program
 from tests import programs
@@ -46,3 +49,21 @@ def test_nothing_to_do_the_second_time() -> None:
 def test_unknown_backend() -> None:
     with pytest.raises(UnsupportedError, match="backend='magic' is not known; there are eager, inductor"):
         Lower("magic")(programs.up_to("mlp", "schedule"))
+
+
+def test_a_compiler_gets_norms_as_plain_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which it fuses with what is around them; run op by op they stay one."""
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    graph = fx.symbolic_trace(lambda x: ops.rms_norm(x, 1e-6)[0] * 2)
+    made = lower.lowered(graph, "forward", "inductor")
+    assert isinstance(made, fx.GraphModule)
+    assert not made.graph.find_nodes(op="call_function", target=ops.rms_norm)
+    assert graph.graph.find_nodes(op="call_function", target=ops.rms_norm)
+    x = torch.randn(3, 8).bfloat16()
+    assert torch.equal(made(x), graph(x)) and torch.equal(lower.lowered(graph, "forward", "eager")(x), graph(x))
+
+
+@pytest.mark.parametrize("part", [steps.ORDERS, steps.PRODUCTS, steps.IN_PLACE])
+def test_what_has_nothing_to_fuse_is_not_compiled(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("it is compiled"))
+    assert lower.lowered(fx.symbolic_trace(torch.sin), part, "inductor")(torch.zeros(1)) == 0
