@@ -66,4 +66,4 @@ def test_a_compiler_gets_norms_as_plain_operators(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("part", [steps.ORDERS, steps.PRODUCTS, steps.IN_PLACE])
 def test_what_has_nothing_to_fuse_is_not_compiled(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("it is compiled"))
-    assert lower.lowered(fx.symbolic_trace(torch.sin), part, "inductor")(torch.zeros(1)) == 0
+    assert lower.lowered(fx.symbolic_trace(lambda x: torch.sin(x)), part, "inductor")(torch.zeros(1)) == 0
