@@ -60,16 +60,14 @@ def _kernels(like: Tensor) -> Any:
 def _route(expert_index: Tensor, num_experts: int, first: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """order [N] int64, inverse [N] int64, offsets [E] int32 from expert_index [T, k]; stable, so tokens keep order.
 
-    With `first`, of the experts `[first, first + num_experts)`. Pairs with any other expert come after the last offset:
-    also without `first`, where a router chooses among more than there are (null experts).
+    Of the experts `[first, first + num_experts)`, from 0 on if there is no `first`. Pairs with any other expert come
+    after the last offset, as those with the null experts of a router that chooses among more than there are.
     """
-    pairs = expert_index.flatten()
-    if first is not None:
-        own = (pairs >= first) & (pairs < first + num_experts)
-        pairs = torch.where(own, pairs - first, num_experts)
+    pairs = expert_index.flatten() - (first or 0)
+    pairs = pairs.clamp(-1, num_experts).remainder(num_experts + 1)  # what is no expert here is the last number
     # a radix sort takes a pass over each byte of what it sorts: of int64, eight
     few = torch.uint8 if num_experts < 256 else torch.int16 if num_experts < 1 << 15 else torch.int64
-    experts, order = torch.sort(pairs.clamp(0, num_experts).to(few), stable=True)
+    experts, order = torch.sort(pairs.to(few), stable=True)
     slot = torch.arange(order.shape[0], device=order.device)
     inverse = torch.empty_like(order).scatter_(0, order, slot)
     # Counting by search, since bincount has a size that depends on data.

@@ -126,7 +126,7 @@ def test_pairs_with_experts_that_there_are_not_come_last(count: int, first: int 
     torch.manual_seed(0)
     begin = first or 0
     index = torch.randint(0, 3 * count, (500, 3))
-    index[:5, 0] = torch.tensor([count, count + 256, 65_536 + count, 2**31, 2**40])
+    index[:7, 0] = torch.tensor([count, count + 256, 65_536 + count, 2**31, 2**40, -1, -(2**33)])
     order, inverse, offsets = experts.route(index, count, first)
     pairs = index.flatten() - begin
     own = (pairs >= 0) & (pairs < count)
