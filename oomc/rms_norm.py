@@ -19,6 +19,11 @@ from torch._ops import OpOverload
 from oomc import private, target
 from oomc.opdef import define, wide
 
+LARGEST = 1 << 31
+"""Elements of one call of torch's kernels, which compute places in 32 bits."""
+PIECE = 1 << 26
+"""Elements of a call where there are more."""
+
 
 def plain(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Body of `oomc::rms_norm` in operators."""
@@ -45,7 +50,19 @@ def _forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     if isinstance(x, private.FakeTensor):
         return _forward_fake(x, eps)
-    return private.fused_rms_norm(x, eps)
+    if x.numel() <= LARGEST:
+        return private.fused_rms_norm(x, eps)
+    out, scale = _forward_fake(x, eps)
+    for rows, into, scales in zip(_pieces(x, x), _pieces(out, x), _pieces(scale, x), strict=True):
+        results = private.fused_rms_norm(rows, eps)
+        into.copy_(results[0])
+        scales.copy_(results[1])
+    return out, scale
+
+
+def _pieces(values: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    """A value's rows [rows, ...] by as many as there are in a piece of x."""
+    return values.view(-1, values.shape[-1]).split(max(1, PIECE // x.shape[-1]))
 
 
 def _backward(dout: Tensor, x: Tensor, scale: Tensor) -> Tensor:
@@ -55,7 +72,12 @@ def _backward(dout: Tensor, x: Tensor, scale: Tensor) -> Tensor:
     dout, x = dout.contiguous(), x.contiguous()
     if isinstance(x, private.FakeTensor):
         return _backward_fake(dout, x, scale)
-    return private.fused_rms_norm_backward(dout, x, scale)
+    if x.numel() <= LARGEST:
+        return private.fused_rms_norm_backward(dout, x, scale)
+    dx = _backward_fake(dout, x, scale)
+    for into, *given in zip(*(_pieces(values, x) for values in (dx, dout, x, scale)), strict=True):
+        into.copy_(private.fused_rms_norm_backward(*given))
+    return dx
 
 
 def _forward_fake(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from oomc import ops, private, target
+from oomc import rms_norm as rms_norm_module
 from oomc.rms_norm import PLAIN, plain, plain_backward, rms_norm, rms_norm_backward
 from tests.kernel_devices import CUDA
 
@@ -71,6 +72,33 @@ def test_for_a_compiler_there_are_plain_forms() -> None:
     assert torch.equal(out, rms_norm(x, EPS)[0])
     assert torch.equal(PLAIN[rms_norm_backward](dout, x, scale), rms_norm_backward(dout, x, scale))
     assert set(PLAIN) == {rms_norm, rms_norm_backward}
+
+
+@pytest.mark.parametrize("shape", [(7, 5, 8), (35, 8), (1, 8)])
+def test_more_than_kernels_can_count_is_done_in_pieces(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels are stood in for, as is what they can count."""
+    x, dout = given(torch.bfloat16, *shape)
+    calls: list[int] = []
+
+    def forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        calls.append(x.numel())
+        return plain(x, eps)
+
+    def backward(dout: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+        calls.append(x.numel())
+        return plain_backward(dout, x, scale)
+
+    monkeypatch.setattr(private, "fused_rms_norm", forward)
+    monkeypatch.setattr(private, "fused_rms_norm_backward", backward)
+    monkeypatch.setattr(rms_norm_module, "LARGEST", 7)
+    monkeypatch.setattr(rms_norm_module, "PIECE", 35)
+    with target.planning_for((9, 0)):
+        out, scale = ops.BODIES[rms_norm].function(x, EPS)
+        dx = ops.BODIES[rms_norm_backward].function(dout, x, scale)
+    wanted = plain(x, EPS)
+    assert torch.equal(out, wanted[0]) and torch.equal(scale, wanted[1]) and scale.shape == (*shape[:-1], 1)
+    assert torch.equal(dx, plain_backward(dout, x, scale)) and dx.shape == shape
+    assert max(calls) <= 35 and sum(calls) == 2 * x.numel()
 
 
 @pytest.mark.cuda
