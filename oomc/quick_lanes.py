@@ -23,6 +23,8 @@ UPDATE, KEEP, SUM, FROZEN = 0, 1, 2, 3
 HOST, BOTH, DEVICE = 0, 1, 2
 STEPS = 3
 """Steps in sequence; the last one counts (as in oomc.timeline)."""
+SAME = 1e-9
+"""The relative difference up to which two steps are taken to have left the same under way."""
 KEEP_BYTES, SUM_BYTES = HOST_BYTES["keep"], HOST_BYTES["sum"]
 
 # columns of the table of copies
@@ -263,3 +265,24 @@ def retire_carried(
             jobs, active, pending, rates, compute, issue, True,
         )  # fmt: skip
     return compute, issue
+
+
+@njit
+def under_way(
+    compute: float, clock: Any, copies: Any, queue: Any, ends: Any, jobs: Any, active: Any, left: Any
+) -> None:  # fmt: skip
+    """What is under way when a step's compute is done, as six sums in `left` that tell one state from another."""
+    left[0] = 1.0 + compute - clock[0]
+    left[1] = 1.0 + clock[1]
+    left[2:] = 1.0
+    for k in range(int(clock[1])):
+        j = jobs[active[k]]
+        left[2] += (k + 1) * j[JLEFT]
+        flags = 1 + j[JURGENT] + 2 * j[JRES] + 4 * (j[JREAD] >= 0) + 8 * (j[JSTART] >= 0)
+        left[3] += (k + 1) * (1 + j[JORDER]) * flags
+    for lane in range(2):
+        for i in range(ends[lane, 0], ends[lane, 1]):
+            c = copies[queue[lane, i]]
+            place = i - ends[lane, 0] + 1 + 1000 * lane
+            left[4] += place * (1 + c[LEFT])
+            left[5] += place * (1 + compute - c[READY])

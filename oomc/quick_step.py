@@ -27,6 +27,7 @@ from oomc.quick_lanes import (
     KIND,
     LEFT,
     READY,
+    SAME,
     STEPS,
     SUM,
     UPDATE,
@@ -35,6 +36,7 @@ from oomc.quick_lanes import (
     njit,
     retire,
     retire_carried,
+    under_way,
     wait,
 )
 from oomc.quick_memory import assign_slots, stretches
@@ -111,6 +113,7 @@ def step_seconds(
     work = 0.0
     busy = np.zeros(6)
     first = np.empty(slabs, np.bool_)
+    left, left_before = np.full(6, -1.0), np.empty(6)
     for step in range(STEPS):
         began = compute
         work = 0.0
@@ -386,6 +389,10 @@ def step_seconds(
                     njobs += 1
             ncopies += 1
         compute = issue = max(compute, issue)
+        left_before[:] = left
+        under_way(compute, clock, copies, queue, ends, jobs, active, left)
+        if np.all(np.abs(left - left_before) <= SAME * np.abs(left)):
+            break  # as the step before left it: every further step is like this one
     out[0] = compute - began
     out[1] = work
     for k in range(4):
