@@ -222,18 +222,23 @@ class Search:
         """The best of all changes that fit and help; else the first pair of changes that does."""
         limit = now.outcome.score * (1 - LEAST)
         best: Found | None = None
-        beyond: list[tuple[float, Decisions]] = []
+        too_large: list[Decisions] = []
         for d in self.changes(instance, now.decisions):
+            if not self.fits(instance, d):
+                too_large.append(d)  # their time is asked for only where nothing else helps
+                continue
             outcome = instance.evaluate(d)
             self.evaluations += 1
-            if outcome.score >= limit:
-                continue
-            if not self._within(instance, outcome, d):
-                beyond.append((outcome.score, d))
-            elif best is None or outcome.score < best.outcome.score:
+            if outcome.score < (best.outcome.score if best else limit):
                 best = Found(now.index, d, outcome)
         if best is not None:
             return best
+        beyond: list[tuple[float, Decisions]] = []
+        for d in too_large:
+            outcome = instance.evaluate(d)
+            self.evaluations += 1
+            if outcome.score < limit:
+                beyond.append((outcome.score, d))
         beyond.sort(key=lambda each: each[0])
         for _, d in beyond[:TRIED]:
             for other in self.changes(instance, d):
@@ -246,10 +251,6 @@ class Search:
             if best is not None:
                 return best
         return None
-
-    def _within(self, instance: Instance, outcome: Outcome, d: Decisions) -> bool:
-        held = outcome.device + self._beyond[id(instance)].at(d.hold)
-        return (self.device is None or held <= self.device) and (self.host is None or outcome.host <= self.host)
 
     def changes(self, instance: Instance, d: Decisions) -> Iterator[Decisions]:
         """Decisions that differ in one thing, or in one thing of all equal blocks in the same state."""
