@@ -13,7 +13,7 @@ took 12.3. So a step is replayed several times, with such blocks at random too, 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -60,14 +60,16 @@ class Replay:
             for node in walk.graph.nodes if node.target is steps.offload and node.args[1] in walk.carried
             for grad in node.args[3] for storage in walk.storages.get(grad, ())
         }  # fmt: skip
-        self._events: list[tuple[int, int]] = []
-        self._sizes: list[int] = []
+        self._events: list[Array] = []
+        self._sizes: list[Array] = []
+        self._count = self._blocks = 0
         self._live: dict[Any, int] = {}  # numbers of blocks
         self._carried: dict[str, list[int]] = {}
         self._runs: list[tuple[int, int, int]] = []
         """Of each run of a form: the profile's identity, its first event, and how many it has."""
-        self._step()
-        self.events, self.sizes = np.array(self._events, np.int64).reshape(-1, 2), np.array(self._sizes, np.int64)
+        self._graphs: dict[int, _Graph] = {}
+        self.events = self._step()
+        self.sizes = np.concatenate([np.empty(0, np.int64), *self._sizes])
 
     def run(self) -> Allocator:
         """Steps until they repeat themselves; the allocator after them."""
@@ -98,19 +100,22 @@ class Replay:
         allocator.replay(events, sizes, STEPS)
         return allocator
 
-    def _step(self) -> None:
-        """Note what a step takes and gives."""
+    def _step(self) -> Array:
+        """What a step takes and gives."""
         holders: dict[Any, int] = {}
         retired: list[tuple[int, str]] = []
         for node in self.walk.graph.nodes:
             if node.target is steps.retire_carried:
-                retired.append((len(self._events), str(node.args[1])))
+                retired.append((self._count, str(node.args[1])))
             self._node(node, holders)
-        self._events += [(GIVE, number) for number in self._live.values()]
+        self._add([(GIVE, number) for number in self._live.values()])
+        events = np.concatenate([np.empty((0, 2), np.int64), *self._events])
         for place, slab in reversed(retired):  # what the step before has left; it took the same blocks
             gone = [(RETIRE, number) for number in self._carried.get(slab, ())]
-            self._events[place:place] = gone
-            self._runs = [(p, first + len(gone) * (first >= place), n) for p, first, n in self._runs]
+            if gone:
+                events = np.insert(events, place, gone, axis=0)
+                self._runs = [(p, first + len(gone) * (first >= place), n) for p, first, n in self._runs]
+        return events
 
     def _node(self, node: fx.Node, holders: dict[Any, int]) -> None:
         walk = self.walk
@@ -118,7 +123,8 @@ class Replay:
         if node in walk.profiles:
             self._form(node, walk.profiles[node])
         elif storages == (node,):
-            self._live[node] = self._take(walk.bytes[node])
+            self._live[node] = self._blocks
+            self._add([(TAKE, self._blocks)], [rounded(walk.bytes[node])])
         for storage in storages:
             holders[storage] = holders.get(storage, 0) + 1
         for dead in self._dead.get(node, ()):
@@ -127,33 +133,62 @@ class Replay:
                 if holders[storage] == 0 and storage in self._live:
                     self._die(storage)
 
-    def _take(self, nbytes: int) -> int:
-        number = len(self._sizes)
-        self._sizes.append(rounded(nbytes))
-        self._events.append((TAKE, number))
-        return number
+    def _add(self, events: Any, sizes: Any = ()) -> None:
+        if len(events):
+            self._events.append(np.asarray(events, np.int64))
+            self._sizes.append(np.asarray(sizes, np.int64))
+            self._count += len(events)
+            self._blocks += len(sizes)
 
     def _die(self, storage: Any) -> None:
         number = self._live.pop(storage)
         if storage in self._slab_of:
             self._carried.setdefault(self._slab_of[storage], []).append(number)
-            self._events.append((CARRY, number))
+            self._add([(CARRY, number)])
         else:
-            self._events.append((GIVE, number))
+            self._add([(GIVE, number)])
 
     def _form(self, node: fx.Node, profile: Profile) -> None:
+        if id(profile) not in self._graphs:
+            self._graphs[id(profile)] = _Graph.of(profile)
+        graph, first = self._graphs[id(profile)], self._blocks
+        self._runs.append((id(profile), self._count, graph.within))
+        for place, block in graph.results:
+            self._live[node, place] = first + block
+        self._add(graph.events + np.array((0, first)), graph.sizes)
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """What one run of a form's graph takes and gives, its blocks counted from 0.
+
+    Attributes:
+        events: the first `within` of them come while it runs.
+        sizes: of its blocks.
+        results: which of its results are which blocks.
+    """
+
+    events: Array
+    sizes: Array
+    within: int
+    results: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(profile: Profile) -> _Graph:
         own: dict[int, int] = {}
-        first = len(self._events)
+        events: list[tuple[int, int]] = []
+        sizes: list[int] = []
         for number, nbytes in profile.log:
             if nbytes:
-                own[number] = self._take(nbytes)
+                own[number] = len(sizes)
+                events.append((TAKE, len(sizes)))
+                sizes.append(rounded(nbytes))
             elif number in own:
-                self._events.append((GIVE, own.pop(number)))
-        self._runs.append((id(profile), first, len(self._events) - first))
-        for place, number in enumerate(profile.numbers):
-            if number in own:
-                self._live[node, place] = own.pop(number)
-        self._events += [(GIVE, block) for block in own.values()]
+                events.append((GIVE, own.pop(number)))
+        within = len(events)
+        results = tuple((place, own.pop(number)) for place, number in enumerate(profile.numbers) if number in own)
+        events += [(GIVE, block) for block in own.values()]
+        return _Graph(np.array(events, np.int64).reshape(-1, 2), np.array(sizes, np.int64), within, results)
 
 
 def project_reserved(program: Program, profiler: Profiler) -> Projection:
