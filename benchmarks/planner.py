@@ -36,6 +36,7 @@ from oomc.runtime.gradients import BUFFER_ELEMENTS, ring_buffers
 from oomc.runtime.updates import chunk_bytes_of
 from oomc.search import Search
 from oomc.simulate import Profiler
+from oomc.target import planning_for
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.instances import ahead, all_plans, random_budgets, random_instance
@@ -207,7 +208,8 @@ def main() -> None:
     parser.add_argument("--machine", default="h200")
     parser.add_argument("--explain", action="store_true", help="print why, block by block")
     args = parser.parse_args()
-    {"exhaustive": exhaustive, "sweep": sweep, "table": table, "speed": speed}[args.what](args)
+    with planning_for(default(args.machine).capability):
+        {"exhaustive": exhaustive, "sweep": sweep, "table": table, "speed": speed}[args.what](args)
 
 
 if __name__ == "__main__":

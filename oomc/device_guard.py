@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 
 import torch
 
 from oomc.compiler import Compiler, Scheduled
 from oomc.limits import device_memory
+from oomc.replay import OTHERS
 from oomc.simulate import Projection
 
 REPLANS = 3
@@ -46,6 +48,19 @@ class DeviceGuard:
         if self._budget is not None:
             limit = max(self._compiler.device_allowed(), projection.limit)
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / device_memory(self._device)), self._device)
+
+    def take(self, projection: Projection) -> None:
+        """Have the allocator reserve now what the plan is projected to need.
+
+        No step then waits for memory to be mapped, or comes to the limit on its way, and no other process takes what
+        the plan counts on. Where there is too little of it, the first step finds out, and is planned anew.
+        """
+        if self._device.type != "cuda":
+            return
+        missing = projection.reserved - OTHERS - torch.cuda.memory_reserved(self._device)
+        if missing > 0:
+            with suppress(torch.OutOfMemoryError):
+                torch.empty(missing, dtype=torch.uint8, device=self._device)
 
     @property
     def flushes(self) -> int:

@@ -43,8 +43,6 @@ LARGE = 2048
 """Tokens of a chunk from which on products lose little."""
 NEAR = 0.98
 """The share of the smallest budget that is named at which nothing is found any more."""
-UNMAPPING = 0.005
-"""The share by which a step is taken to be longer where the allocator's limit is less than all that it asks for."""
 UNUSED = 0.02
 """The share of the device that may be set aside for an allocator and not be used, before plans are sought again."""
 WORTH = 1 / 8
@@ -57,6 +55,9 @@ ROUNDS = 5
 """How often plans are sought again with what the last ones were over budget taken off; of few blocks, more often."""
 MOST_ROUNDS, FEW = 12, 6
 """So often, of so many blocks or fewer."""
+CLOSE = 0.015
+"""The share by which a plan of many blocks may be slower than what would fit if an allocator needed nothing for itself,
+for the search to end: no plan that fits is faster than that."""
 
 Cut = Callable[[], tuple[Program, Profiler] | None]
 """A bare program and its profiler, made when asked for; None if there is no such program."""
@@ -218,7 +219,8 @@ class Planner:
                 least = base.host - sum(b.nbytes for b in could)
                 if base is best or request.host is None or least <= request.host:
                     for most in CHAINS:
-                        self._try_regenerating(cuts, request, base, groups(could, most), known)
+                        if not self._try_regenerating(cuts, request, base, groups(could, most), known):
+                            break
         found = self._fastest(known, request)
         assert found is not None, "one was found before"
         return found
@@ -234,16 +236,20 @@ class Planner:
 
     def _try_regenerating(
         self, cuts: Sequence[Cut], request: Request, base: Checked, tried: list[list[Boundary]], known: list[Checked]
-    ) -> None:
-        """Regenerate boundaries that wait on the host by a plan, one group after another as it fits and helps."""
+    ) -> bool:
+        """Regenerate boundaries that wait on the host by a plan, one group after another as it fits and helps.
+
+        False where even the first group only makes the step longer, as one of longer chains would all the more.
+        """
         source = self.source(cuts, base.cut)
         assert source is not None
         now = base
         for group in tried:
             over = 0 if request.host is None else now.host - request.host
             if over <= 0 and not now.linked:
-                return
+                return True
             enough = len(group) if over <= 0 else _enough(group, over)
+            longer = True
             for count in sorted({enough, max(1, enough // 2)}, reverse=True):
                 # the earlier blocks have less beside them: half of a group may fit where all of it does not
                 plan = with_regenerated(now.plan, [b.value for b in group[:count]])
@@ -252,6 +258,10 @@ class Planner:
                 if fits and (over > 0 or made.seconds < now.seconds):
                     now = made
                     break
+                longer &= fits
+            if now is base and longer:
+                return False
+        return True
 
     # -- what there is to choose from -----------------------------------------------------------------------------
 
@@ -299,11 +309,13 @@ class Planner:
 
         What a plan takes beyond the quick estimate depends on its chunks, and on the gradients that it holds: they lie
         between temporaries, where an allocator cannot use the space around them. So it is learned for each such choice.
+        Of many blocks, whose checks take half a second each, it ends with a plan close to the best there could be.
         """
         instances = [self._instance(cuts, tiling, request) for tiling in tilings]
         device = request.allowed
         pinned = tuple(i for i, ok in enumerate(instances[0].movable) if ok) if request.fixed else ()
         learned = self._learned[request.key] = Learned()
+        enough = 0.0
         for _ in range(max(ROUNDS, min(MOST_ROUNDS, MOST_ROUNDS * FEW // instances[0].blocks))):
             more = [learned.beyond(tiling) for tiling in tilings]
             found = Search(instances, device, request.host, pinned, more=more).best(_checks(instances))
@@ -316,9 +328,13 @@ class Planner:
                 found = _least_host(Search(instances, device, more=more))
                 if not found:
                     return
+            if not learned and instances[0].blocks > FEW:
+                enough = max(enough, (1 + CLOSE) * found[0].outcome.seconds)
             used = dict(learned)
             best_fits = any_fits = False
             for place, each in enumerate(found):
+                if self._is_enough(known, request, enough):
+                    return
                 checked = self._check(cuts, request, tilings[each.index], each.decisions, known)
                 if device is None:
                     return
@@ -335,6 +351,11 @@ class Planner:
                     return
             if (best_fits and learned == used) or (any_fits and not request.reserves):
                 return  # without an allocator the quick estimate is within 1%: there is little to learn
+
+    def _is_enough(self, known: list[Checked], request: Request, seconds: float) -> bool:
+        """Whether a plan that fits takes at most so long."""
+        best = self._fastest(known, request)
+        return best is not None and _on_host(best, request) and best.seconds <= seconds
 
     def _check(
         self, cuts: Sequence[Cut], request: Request, tiling: tuple[int, Any], d: Decisions, known: list[Checked]
@@ -371,7 +392,7 @@ class Planner:
         within = [each for each in fit if _on_host(each, request)]
         if not within:
             return min(fit, key=lambda each: each.host)
-        return min(within, key=lambda each: expected_seconds(each, request.allowed))
+        return min(within, key=lambda each: each.seconds)
 
     def _may_gain(self, best: Checked, request: Request) -> bool:
         """Whether another cut might be faster: this one is held back by memory."""
@@ -421,8 +442,7 @@ class Planner:
         def rivals(count: int) -> list[Planned]:
             return [self._planned(cuts, request, each, tilings) for each in self._rivals(cuts, request, best, count)]
 
-        seconds = expected_seconds(best, request.allowed)
-        return Planned(source.program, program, projection, seconds, explain, rivals)
+        return Planned(source.program, program, projection, best.seconds, explain, rivals)
 
     def _rivals(self, cuts: Sequence[Cut], request: Request, best: Checked, count: int) -> list[Checked]:
         """Other plans that fit both budgets and are simulated to take little longer than the best one."""
@@ -483,13 +503,6 @@ def _checks(instances: Sequence[Instance]) -> int:
 def _on_host(each: Checked, request: Request) -> bool:
     """Whether a plan is within the host's budget."""
     return request.host is None or each.host <= request.host
-
-
-def expected_seconds(each: Checked, allowed: int | None) -> float:
-    """Seconds of a step: a little longer where the allocator must give memory back and take it again on its way, which
-    is a risk too."""
-    unmaps = allowed is not None and each.limit > allowed
-    return each.seconds * (1 + UNMAPPING * unmaps)
 
 
 def _enough(group: Sequence[Boundary], nbytes: int) -> int:

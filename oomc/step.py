@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -152,10 +152,13 @@ class Step:
                     raise
                 scheduled = plan()
             assert scheduled.program.plan is not None
-            if first or scheduled is not self._current:
+            new = first or scheduled is not self._current
+            if new:
                 state.check_host(scheduled.program, scheduled.program.plan.resident)
                 self._guard.make_room(scheduled.projection)
             self._take_memory(scheduled.program)
+            if new:
+                self._guard.take(scheduled.projection)
         except BaseException:
             state.accumulates &= not first
             raise
@@ -551,14 +554,18 @@ class Step:
         if self._closed:
             raise OomcError("the step is closed, and its optimizer's state is gone; compile the model again")
 
-    def gradients(self) -> dict[str, torch.Tensor]:
+    def gradients(self, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """The gradients accumulated since the last update, as fp32 copies on the host by parameter name.
+
+        With `names`, those of these parameters only: all of them take 4 bytes a parameter of the model.
 
         Each micro-batch's gradient is multiplied by its number of valid labels, where the loss shows it: this is the
         gradient of the summed loss of the window.
         """
         self.synchronize()
-        kept = {name: slab.kept_gradient(name) for slab in self._state.slabs for name in slab.steps}
+        places = {name: slab for slab in self._state.slabs for name in slab.steps}
+        wanted = places if names is None else [name for name in places if name in names]
+        kept = {name: places[name].kept_gradient(name) for name in wanted}
         return {name: gradient for name, gradient in kept.items() if gradient is not None}
 
     def _held(self, peaks: list[int]) -> int:
