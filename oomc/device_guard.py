@@ -9,7 +9,7 @@ import torch
 
 from oomc.compiler import Compiler, Scheduled
 from oomc.limits import device_memory
-from oomc.replay import OTHERS
+from oomc.replay import without_headroom
 from oomc.simulate import Projection
 
 REPLANS = 3
@@ -50,14 +50,14 @@ class DeviceGuard:
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / device_memory(self._device)), self._device)
 
     def take(self, projection: Projection) -> None:
-        """Have the allocator reserve now what the plan is projected to need.
+        """Have the allocator reserve now what the plan is simulated to need.
 
         No step then waits for memory to be mapped, or comes to the limit on its way, and no other process takes what
         the plan counts on. Where there is too little of it, the first step finds out, and is planned anew.
         """
         if self._device.type != "cuda":
             return
-        missing = projection.reserved - OTHERS - torch.cuda.memory_reserved(self._device)
+        missing = without_headroom(projection.reserved) - torch.cuda.memory_reserved(self._device)
         if missing > 0:
             with suppress(torch.OutOfMemoryError):
                 torch.empty(missing, dtype=torch.uint8, device=self._device)
