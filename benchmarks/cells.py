@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from common import ADAMW, HostMeter, batches, build_model, device_mapped, device_peaks, synchronize
+from common import ADAMW, HostMeter, batches, build_model, device_mapped, device_peaks, disturbances, synchronize
 
 import oomc
 from oomc import machine
@@ -80,7 +80,9 @@ def run(
                         time_worksets=args.time_worksets, chunk_tokens=chunk or None)  # fmt: skip
     compile_s = time.perf_counter() - began
     host.restart()
+    before = disturbances()
     times, mapped = measured(step, stream, args.warmup, args.steps, device)
+    disturbed = {name: seconds - before[name] for name, seconds in disturbances().items()}
     seconds = statistics.median(times)
     figures, metrics, chosen = step.report().data, step.metrics, step.plan
     projected = figures["timeline"]["step_s"]
@@ -95,7 +97,7 @@ def run(
         **device_peaks(device),
         "host_measured": host.peak, "host_projected": needed, "host_ratio": needed / max(1, host.peak),
         "bound": figures["timeline"].get("bound"),
-        "both_rate": rates.both_rate, "host_bandwidth": rates.host_bandwidth,
+        "both_rate": rates.both_rate, "host_bandwidth": rates.host_bandwidth, **disturbed,
     }  # fmt: skip
     if args.plans:
         tried = others(step, chosen, stream, example, args.plans, device)

@@ -179,6 +179,15 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def disturbances() -> dict[str, float]:
+    """Seconds so far, of all cores together, that others had cores of this machine (steal, where it is a virtual one),
+    and that this process' group was kept from its own for using more than its quota."""
+    stat = Path("/sys/fs/cgroup/cpu.stat")
+    figures = dict(map(str.split, stat.read_text().splitlines())) if stat.exists() else {}
+    throttled = float(figures.get("throttled_usec", 0)) / 1e6
+    return {"steal_s": getattr(psutil.cpu_times(), "steal", 0.0), "throttled_s": throttled}
+
+
 def device_mapped(device: torch.device) -> int:
     """Bytes that the allocator has taken from the device so far; what grows in a steady step has been given back."""
     return int(torch.cuda.memory_stats()["reserved_bytes.all.allocated"]) if device.type == "cuda" else 0
