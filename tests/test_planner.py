@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from oomc import allocator, machine, pipeline, replay, timeline
+from oomc import allocator, machine, pipeline, planner, replay, timeline
 from oomc import instance as instances_of
 from oomc.cost import Costs
 from oomc.errors import BudgetError
 from oomc.instance import Source
 from oomc.passes.choose_residency import Candidate, ChooseResidency
-from oomc.plan import Budget, Updates
-from oomc.planner import Planner, Request, scheduled, to_plan
-from oomc.quick import Decisions, Instance
-from oomc.search import Search, frugal
+from oomc.plan import Budget, Plan, Updates
+from oomc.planner import Checked, Planner, Request, scheduled, to_plan
+from oomc.quick import Decisions, Instance, Outcome
+from oomc.search import Found, Search, frugal
 from oomc.simulate import project
 from tests import programs
 from tests.instances import ahead, all_plans, random_budgets, random_instance
@@ -154,6 +154,40 @@ def test_what_cudas_allocator_reserves_counts(monkeypatch: pytest.MonkeyPatch) -
         projection = Planner(H200).plan(cut, asked(device)).projection
         assert projection.peak < projection.reserved == projection.held <= device
         assert projection.limit > projection.peak
+
+
+@pytest.mark.parametrize("few", [3, 4])
+def test_of_many_blocks_the_search_ends_close_to_the_best(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a plan that fits and is nearly as fast as one would be if an allocator needed nothing for itself."""
+    each = random_instance(0, blocks=4)
+    fit, over = 90, 200
+    rounds = [
+        ((1.0, over), (1.001, over)),
+        ((1.012, over), (1.016, fit)),
+        ((1.013, over), (1.014, fit)),
+        ((1.01, fit),),
+    ]
+    known: list[Checked] = []
+    asked = iter(rounds)
+
+    def best(*_: object) -> list[Found]:
+        now = next(asked, ())
+        return [Found(0, each.uniform(0, hold=round(1000 * s)), Outcome(s, 0, 0, ())) for s, _ in now]
+
+    def check(planner: Planner, cuts: object, wanted: Request, tiling: object, d: Decisions, *_: object) -> Checked:
+        peaks = {round(1000 * s): peak for r in rounds for s, peak in r}
+        known.append(Checked(0, Plan(programs.SIZES), peaks[d.hold], 0, d.hold / 1000))
+        return known[-1]
+
+    monkeypatch.setattr(planner, "FEW", few)
+    monkeypatch.setattr(Search, "best", best)
+    monkeypatch.setattr(Planner, "_check", check)
+    monkeypatch.setattr(Planner, "_instance", lambda *_: each)
+    Planner(H200)._seek([], replace(request("plain", 100), reserves=True), [(0, ())], known)
+    enough = 1.0 * (1 + planner.CLOSE)
+    looked_at = [s for r in rounds for s, _ in r]
+    assert 1.014 < enough < 1.016
+    assert [c.seconds for c in known] == looked_at[: looked_at.index(1.014) + 1 if few < 4 else None]
 
 
 def test_a_host_budget_moves_slabs_to_the_device() -> None:
