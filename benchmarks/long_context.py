@@ -189,7 +189,7 @@ def compare(alone: dict[str, torch.Tensor], step: oomc.Step) -> dict[str, Any]:
     worst, name = 0.0, ""
     norms = distances = 0.0
     for each, own in alone.items():
-        other = step.gradients([each])[each].sub_(own)  # one at a time: all take 4 bytes a parameter
+        other = step.gradients(each)[each].sub_(own)  # one at a time: all take 4 bytes a parameter
         norm, distance = float(own.norm()), float(torch.dist(own, other))
         norms, distances = norms + norm**2, distances + distance**2
         if norm and distance / norm > worst:

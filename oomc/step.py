@@ -554,17 +554,23 @@ class Step:
         if self._closed:
             raise OomcError("the step is closed, and its optimizer's state is gone; compile the model again")
 
-    def gradients(self, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    def gradients(self, names: str | Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """The gradients accumulated since the last update, as fp32 copies on the host by parameter name.
 
         With `names`, those of these parameters only: all of them take 4 bytes a parameter of the model.
 
         Each micro-batch's gradient is multiplied by its number of valid labels, where the loss shows it: this is the
         gradient of the summed loss of the window.
+
+        Raises:
+            OomcError: a name is not that of a parameter that is trained.
         """
         self.synchronize()
         places = {name: slab for slab in self._state.slabs for name in slab.steps}
-        wanted = places if names is None else [name for name in places if name in names]
+        wanted = places if names is None else (names,) if isinstance(names, str) else names
+        unknown = [name for name in wanted if name not in places]
+        if unknown:
+            raise OomcError(f"the step trains no parameter of the name {', '.join(map(repr, unknown))}")
         kept = {name: places[name].kept_gradient(name) for name in wanted}
         return {name: gradient for name, gradient in kept.items() if gradient is not None}
 

@@ -67,8 +67,10 @@ def test_accumulation_is_the_mean_of_its_batches() -> None:
             step.forward_backward(**batch)
             reference.accumulate(scale=1 / 3, **batch)
         every = step.gradients()
-        assert all(torch.equal(step.gradients([name])[name], gradient) for name, gradient in every.items())
+        assert all(torch.equal(step.gradients(name)[name], gradient) for name, gradient in every.items())
         assert step.gradients(list(every)[:2]).keys() == set(list(every)[:2])
+        with pytest.raises(OomcError, match="no parameter of the name 'embed', 'norm'"):
+            step.gradients(["embed", "norm"])
         step.update()
         reference.update()
     assert worst(masters(step), reference.masters())[0] <= 1e-5
