@@ -106,7 +106,7 @@ def run(
         plans = {"chosen": chosen} | {figures["what"]: plan for plan, figures in fastest}
         result["in_turns"] = in_turns(step, plans, stream, example, device)
         own, *rest = (statistics.median(times) for times in result["in_turns"].values())
-        result["against_best"] = own / min(rest)
+        result["against_best"] = own / min(rest, default=own)
     step.close()
     del step
     gc.collect()

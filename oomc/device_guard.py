@@ -36,9 +36,9 @@ class DeviceGuard:
     def make_room(self, projection: Projection) -> None:
         """Give back what the allocator keeps of others where it would not fit the budget, and set its limit.
 
-        The allocator compares more with its limit than it reserves, so that a limit of just the budget would make it
-        unmap and map memory in every step: it is what the plan needs in that comparison, and may be above the budget by
-        one large allocation.
+        Where a step needs more than `take` has reserved, the allocator compares more with its limit than it then maps,
+        so that a limit of just the budget would make it unmap and map memory in every step: it is what the plan needs
+        in that comparison, and may be above the budget by one large allocation.
         """
         if self._device.type != "cuda":
             return
@@ -57,8 +57,10 @@ class DeviceGuard:
         """
         if self._device.type != "cuda":
             return
-        missing = without_headroom(projection.reserved) - torch.cuda.memory_reserved(self._device)
-        if missing > 0:
+        needed = without_headroom(projection.reserved)
+        if torch.cuda.memory_reserved(self._device) < needed:
+            torch.cuda.empty_cache()  # or the piece would come out of what is free, and nothing would be mapped
+            missing = needed - torch.cuda.memory_reserved(self._device)
             with suppress(torch.OutOfMemoryError):
                 torch.empty(missing, dtype=torch.uint8, device=self._device)
 

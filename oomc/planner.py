@@ -56,8 +56,8 @@ ROUNDS = 5
 MOST_ROUNDS, FEW = 12, 6
 """So often, of so many blocks or fewer."""
 CLOSE = 0.015
-"""The share by which a plan of many blocks may be slower than what would fit if an allocator needed nothing for itself,
-for the search to end: no plan that fits is faster than that."""
+"""The share by which a plan of many blocks may be slower, for the search to end, than what is found where an allocator
+needs nothing for itself: by the quick estimate there is little to gain then."""
 
 Cut = Callable[[], tuple[Program, Profiler] | None]
 """A bare program and its profiler, made when asked for; None if there is no such program."""
@@ -239,7 +239,7 @@ class Planner:
     ) -> bool:
         """Regenerate boundaries that wait on the host by a plan, one group after another as it fits and helps.
 
-        False where even the first group only makes the step longer, as one of longer chains would all the more.
+        False where a group makes the step longer before any has helped: longer chains compute more again.
         """
         source = self.source(cuts, base.cut)
         assert source is not None
@@ -319,6 +319,8 @@ class Planner:
         for _ in range(max(ROUNDS, min(MOST_ROUNDS, MOST_ROUNDS * FEW // instances[0].blocks))):
             more = [learned.beyond(tiling) for tiling in tilings]
             found = Search(instances, device, request.host, pinned, more=more).best(_checks(instances))
+            if found and not learned and instances[0].blocks > FEW:
+                enough = (1 + CLOSE) * found[0].outcome.seconds
             if not found and pinned:
                 pinned = ()
                 continue
@@ -328,12 +330,10 @@ class Planner:
                 found = _least_host(Search(instances, device, more=more))
                 if not found:
                     return
-            if not learned and instances[0].blocks > FEW:
-                enough = max(enough, (1 + CLOSE) * found[0].outcome.seconds)
             used = dict(learned)
             best_fits = any_fits = False
             for place, each in enumerate(found):
-                if self._is_enough(known, request, enough):
+                if place and self._is_enough(known, request, enough):
                     return
                 checked = self._check(cuts, request, tilings[each.index], each.decisions, known)
                 if device is None:
@@ -351,6 +351,8 @@ class Planner:
                     return
             if (best_fits and learned == used) or (any_fits and not request.reserves):
                 return  # without an allocator the quick estimate is within 1%: there is little to learn
+            if self._is_enough(known, request, enough):
+                return
 
     def _is_enough(self, known: list[Checked], request: Request, seconds: float) -> bool:
         """Whether a plan that fits takes at most so long."""

@@ -22,7 +22,7 @@ def njit(function: Callable[..., Any]) -> Callable[..., Any]:
 UPDATE, KEEP, SUM, FROZEN = 0, 1, 2, 3
 HOST, BOTH, DEVICE = 0, 1, 2
 STEPS = 3
-"""Steps in sequence; the last one counts (as in oomc.timeline)."""
+"""Most steps in sequence; the last one counts (as in oomc.timeline)."""
 SAME = 1e-9
 """The relative difference up to which two steps are taken to have left the same under way."""
 KEEP_BYTES, SUM_BYTES = HOST_BYTES["keep"], HOST_BYTES["sum"]
@@ -271,7 +271,10 @@ def retire_carried(
 def under_way(
     compute: float, clock: Any, copies: Any, queue: Any, ends: Any, jobs: Any, active: Any, left: Any
 ) -> None:  # fmt: skip
-    """What is under way when a step's compute is done, as six sums in `left` that tell one state from another."""
+    """What is under way when a step's compute is done, as six sums in `left` that tell one state from another.
+
+    What a job waits for, a copy's kind and when a job began follow from these: each step gives the same ones, in order.
+    """
     left[0] = 1.0 + compute - clock[0]
     left[1] = 1.0 + clock[1]
     left[2:] = 1.0

@@ -567,7 +567,7 @@ class Step:
         """
         self.synchronize()
         places = {name: slab for slab in self._state.slabs for name in slab.steps}
-        wanted = places if names is None else (names,) if isinstance(names, str) else names
+        wanted = list(places if names is None else (names,) if isinstance(names, str) else names)
         unknown = [name for name in wanted if name not in places]
         if unknown:
             raise OomcError(f"the step trains no parameter of the name {', '.join(map(repr, unknown))}")

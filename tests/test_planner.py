@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from oomc import allocator, machine, pipeline, planner, replay, timeline
+from oomc import allocator, machine, pipeline, planner, quick_lanes, quick_step, replay, timeline
 from oomc import instance as instances_of
 from oomc.cost import Costs
 from oomc.errors import BudgetError
@@ -15,7 +16,7 @@ from oomc.instance import Source
 from oomc.passes.choose_residency import Candidate, ChooseResidency
 from oomc.plan import Budget, Plan, Updates
 from oomc.planner import Checked, Planner, Request, scheduled, to_plan
-from oomc.quick import Decisions, Instance, Outcome
+from oomc.quick import WHERE, Decisions, Instance, Outcome
 from oomc.search import Found, Search, frugal
 from oomc.simulate import project
 from tests import programs
@@ -188,6 +189,39 @@ def test_of_many_blocks_the_search_ends_close_to_the_best(few: int, monkeypatch:
     looked_at = [s for r in rounds for s, _ in r]
     assert 1.014 < enough < 1.016
     assert [c.seconds for c in known] == looked_at[: looked_at.index(1.014) + 1 if few < 4 else None]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_steady_step_ends_the_quick_evaluation(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the seconds of all three steps, as the same code run by Python gives them without that end."""
+    each, rng, ended = random_instance(seed, blocks=4), random.Random(seed), 0
+    whole = quick_step.step_seconds.py_func  # type: ignore[attr-defined]
+    compiled = {d: each.evaluate(d).seconds for d in (random_decisions(each, rng) for _ in range(12))}
+    for d, seconds in compiled.items():
+        level, away, resident = each._arrays(d)
+        given = [
+            each.rates, each.blocks, each.forward, each.backward, each.uses, each.uses_back, each.weight, each.order,
+            each.kind, each.part_slab, each.part_params, each.part_bytes, each.inner, each.bound, level, away, resident,
+            d.prefetch, d.hold, WHERE.index(d.where), each.accumulate,
+        ]  # fmt: skip
+        found = []
+        for same in (-1.0, quick_lanes.SAME):
+            calls: list[int] = []
+
+            def counted(*args: object, calls: list[int] = calls) -> None:
+                calls.append(1)
+                quick_lanes.under_way(*args)
+
+            monkeypatch.setattr(quick_step, "under_way", counted)
+            monkeypatch.setattr(quick_step, "SAME", same)
+            out = np.empty(6)
+            whole(*given, out)
+            found.append((out, len(calls)))
+        assert found[0][1] == quick_lanes.STEPS
+        ended += found[1][1] < found[0][1]
+        assert found[1][0] == pytest.approx(found[0][0], rel=1e-9, abs=1e-12)
+        assert seconds == pytest.approx(found[0][0][0], rel=1e-9)
+    assert ended > 0
 
 
 def test_a_host_budget_moves_slabs_to_the_device() -> None:
