@@ -94,7 +94,7 @@ def run(
         "step_measured": seconds, "steps_s": times, "step_projected": projected, "step_ratio": projected / seconds,
         "device_measured": metrics["device_peak"], "device_projected": metrics["device_projected"],
         "device_ratio": metrics["device_projected"] / metrics["device_peak"], "device_mapped": mapped,
-        **device_peaks(device),
+        "replans": metrics["replans"], **device_peaks(device),
         "host_measured": host.peak, "host_projected": needed, "host_ratio": needed / max(1, host.peak),
         "bound": figures["timeline"].get("bound"),
         "both_rate": rates.both_rate, "host_bandwidth": rates.host_bandwidth, **disturbed,

@@ -168,6 +168,7 @@ class Compiler:
         self.factors = Factors()
         self._timing_seconds = SECONDS
         self.spare = 0  # device bytes that plans leave free, since an earlier one took more than was projected
+        self.others = 0  # bytes that torch's allocator had given to others than the step on its device before it began
 
     def trace(self, batch: Batch) -> Trace:
         key = batch.key()
@@ -481,7 +482,8 @@ class Compiler:
 
     def in_all(self, held: int) -> int:
         """The device bytes that the process holds with so many of the step's own (`Projection.held`)."""
-        return held + self.spare + (self.outside + CUDA_WORKSPACE if self.options.device.type == "cuda" else 0)
+        beside = self.outside + self.others + CUDA_WORKSPACE if self.options.device.type == "cuda" else 0
+        return held + self.spare + beside
 
     def device_allowed(self) -> int:
         """Device bytes that the step's own may be."""

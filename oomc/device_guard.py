@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from contextlib import suppress
 
 import torch
 
 from oomc.compiler import Compiler, Scheduled
 from oomc.limits import device_memory
-from oomc.replay import without_headroom
+from oomc.replay import BLAS, OTHERS
+from oomc.runtime.meter import others
 from oomc.simulate import Projection
 
 REPLANS = 3
@@ -33,6 +35,16 @@ class DeviceGuard:
         self._last: Scheduled | None = None
         self.replans = 0
 
+    def look(self, own: Iterable[torch.Tensor]) -> None:
+        """Before anything is planned: what torch's allocator has given to others than `own` is in no plan's budget.
+
+        Args:
+            own: what becomes the step's, where it is on the device already: parameters and buffers.
+        """
+        if self._device.type == "cuda":
+            _ = self._compiler.outside  # it has cuBLAS' workspace allocated, which plans count as their own
+            self._compiler.others = max(0, others(self._device, own) - BLAS)
+
     def make_room(self, projection: Projection) -> None:
         """Give back what the allocator keeps of others where it would not fit the budget, and set its limit.
 
@@ -43,21 +55,24 @@ class DeviceGuard:
         if self._device.type != "cuda":
             return
         kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        if kept + projection.held > self._compiler.device_allowed():
+        allowed = self._compiler.device_allowed() + self._compiler.spare  # what is left free is for what comes on top
+        if kept + projection.held > allowed:
             torch.cuda.empty_cache()
         if self._budget is not None:
-            limit = max(self._compiler.device_allowed(), projection.limit)
+            limit = max(allowed, projection.limit) + self._compiler.others
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / device_memory(self._device)), self._device)
 
     def take(self, projection: Projection) -> None:
-        """Have the allocator reserve now what the plan is simulated to need.
+        """Have the allocator reserve now what the plan is projected to need, but for others' pools.
 
         No step then waits for memory to be mapped, or comes to the limit on its way, and no other process takes what
-        the plan counts on. Where there is too little of it, the first step finds out, and is planned anew.
+        the plan counts on. The headroom is reserved too: with all else mapped, the first allocation for which the
+        allocator had to grow would be compared with the limit on top of it all, and it would unmap what is free. Where
+        there is too little memory, the first step finds out, and is planned anew.
         """
         if self._device.type != "cuda":
             return
-        needed = without_headroom(projection.reserved)
+        needed = projection.reserved - OTHERS + self._compiler.others
         if torch.cuda.memory_reserved(self._device) < needed:
             torch.cuda.empty_cache()  # or the piece would come out of what is free, and nothing would be mapped
             missing = needed - torch.cuda.memory_reserved(self._device)

@@ -201,8 +201,3 @@ def project_reserved(program: Program, profiler: Profiler) -> Projection:
     reserved, limit = max(a.reserved for a in found), max(a.limit for a in found)
     more = int(HEADROOM * reserved) + OTHERS
     return replace(projection, reserved=reserved + more, limit=limit + more)
-
-
-def without_headroom(reserved: int) -> int:
-    """What the most of the replays reserved, of a projection's bytes."""
-    return int((reserved - OTHERS) / (1 + HEADROOM))

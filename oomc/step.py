@@ -135,6 +135,8 @@ class Step:
                 "fp32 nevertheless"
             )
         state, taken = self._state, self._runtime is not None
+        if self._current is None:
+            self._guard.look([*self.model.parameters(), *self.model.buffers()])
         first = accumulate and not state.accumulates
         state.accumulates |= accumulate
 

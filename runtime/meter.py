@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -187,6 +187,12 @@ def cuda_usage(device: torch.device) -> CudaUsage:
         reserved_peak=torch.cuda.max_memory_reserved(device),
         outside=total - free - reserved,
     )
+
+
+def others(device: torch.device, own: Iterable[torch.Tensor]) -> int:
+    """Bytes that torch's allocator has given on a CUDA device to anything but the storages of `own`."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own if t.device == device}
+    return max(0, torch.cuda.memory_allocated(device) - sum(storages.values()))
 
 
 def host_bytes() -> int:
