@@ -44,6 +44,10 @@ OWN_ATTENTION = (0.55, 0.35)
 (docs/RESULTS.md)."""
 CHUNK_LAUNCHES = 2
 """Kernels that put the results of a chunk into the whole."""
+VIEW, PART, RESULT = 0.5, 1.0, 3.0
+"""By what a kernel takes to issue: a view in a graph, a chunk's part of an argument, and putting one of its results into
+the whole. From a step of eight layers in chunks of 1K tokens on an H200, which nothing but issuing bound: 1.70 s, of
+which kernels alone are 0.9 s at what one takes while cores update (docs/RESULTS.md)."""
 
 FUSED = frozenset({
     "_to_copy", "clone", "cat", "stack", "sum", "mean", "amax", "amin", "any", "all", "var_mean", "_softmax",
@@ -67,11 +71,17 @@ class FormCost:
         calls: its kernels.
         in_place: bytes of results that a loop over chunks writes into the whole.
         summed: elements of results that it adds up over chunks, with their bytes.
+        views: operators that launch nothing, but are issued.
+        arguments: tensors among its arguments.
+        results: tensors among its results.
     """
 
     calls: list[Call]
     in_place: Any = 0
     summed: tuple[Any, Any] = (0, 0)
+    views: int = 0
+    arguments: int = 0
+    results: int = 0
     _numbers: Callable[[int, int], list[float]] | None = field(default=None, repr=False)
 
     @property
@@ -94,6 +104,11 @@ class FormCost:
     def launches(self, batch: int, sequence: int) -> float:
         """Kernels of running the graph once."""
         return sum(self.numbers(batch, sequence)[3 : 4 * len(self.calls) : 4])
+
+    def issued(self, batch: int, sequence: int, chunks: int) -> float:
+        """What the thread that issues one of so many chunks has to do, in kernels."""
+        issued = self.launches(batch, sequence) + VIEW * self.views
+        return issued if chunks == 1 else issued + PART * self.arguments + RESULT * self.results
 
     def seconds(self, batch: int, sequence: int, machine: Machine, share: float = 1.0) -> float:
         """Time of running the graph once, where kernels bound by memory reach `share` of the bandwidth."""
@@ -240,11 +255,9 @@ class Costs:
         """Of one of so many tiles."""
         cost = self.of(form, variant)
         seconds = self.factors.of(form, steps.phase_of(variant)) * self.tile_seconds(form, variant, shape)
-        launches = cost.launches(*shape)
         if chunks > 1:
             seconds += cost.chunk_seconds(*shape, self.machine, chunks)
-            launches += CHUNK_LAUNCHES
-        return max(seconds, launches * self.machine.launch_busy) if self.idle else seconds
+        return max(seconds, cost.issued(*shape, chunks) * self.machine.launch_busy) if self.idle else seconds
 
     def tile_seconds(self, form: str, variant: str, shape: tuple[int, int]) -> float:
         """The estimate for a form's graph on one tile, whatever was measured."""
@@ -273,13 +286,17 @@ class Costs:
         merged = _merge(Call(c.kind, c.dtype, *map(self.expression, (c.flops, c.bytes, c.size, c.launches)))
                         for c in found)  # fmt: skip
         (output,) = graph.find_nodes(op="output")
-        cost = FormCost(merged)
+        given = [n for n in graph.find_nodes(op="placeholder") if meta.tensor(n) is not None]
+        cost = FormCost(merged, arguments=len(given))
+        if self.backend == "eager":
+            cost.views = sum(is_view(node.target) for node in graph.nodes)
         elements: Any = 0
         count: Any = 0
         for result in output.args[0]:
             val = meta.tensor(result) if isinstance(result, fx.Node) else None
             if val is None:
                 continue
+            cost.results += 1
             size = self.expression(nbytes(val))
             if isinstance(size, sympy.Basic) and size.free_symbols:
                 cost.in_place = cost.in_place + size

@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from oomc import meta
-from oomc.cost import CHUNK_LAUNCHES, B, Costs, Factors, S, tile_shapes
+from oomc.cost import PART, RESULT, VIEW, B, Costs, Factors, S, tile_shapes
 from oomc.machine import default
 from oomc.program import Program
 from oomc.simulate import Profiler
@@ -123,17 +123,21 @@ def test_chunks_cost_their_launches_and_their_sums() -> None:
 
 
 def test_while_cores_update_a_graph_takes_as_long_as_it_is_issued() -> None:
-    """Recorded on an H200: a layer's 16 chunks took 9.5 ms, and 11.5 while cores updated."""
     program = programs.bare("mlp")
     costs = Costs(program, replace(H200, launch=7e-6, launch_busy=20e-6))
     form = next(f for f, v in variants(program) if costs.of(f, v).flops != 0)
-    busy, launches = costs.while_updating, costs.of(form, "forward").launches(1, 1)
+    cost, graph = costs.of(form, "forward"), program.forms[form].forward.graph
+    busy, launches = costs.while_updating, cost.launches(1, 1)
+    tensors = [n for n in graph.nodes if n.op == "placeholder" and meta.tensor(n) is not None]
+    views = [n for n in graph.nodes if n.target in (aten.t.default, aten.view.default, aten.reshape.default)]
+    assert (cost.views, cost.arguments, cost.results) == (len(views), len(tensors), 1) and views
     assert costs.seconds(form, "forward", (1, 1)) == pytest.approx(7e-6 * launches, rel=0.05)
-    assert busy.seconds(form, "forward", (1, 1)) == pytest.approx(20e-6 * launches)
-    chunked = 4 * (launches + CHUNK_LAUNCHES)
+    alone = launches + VIEW * len(views)
+    assert busy.seconds(form, "forward", (1, 1)) == pytest.approx(20e-6 * alone)
+    chunked = 4 * (alone + PART * len(tensors) + RESULT)
     assert busy.seconds(form, "forward", (4, 1), (1, 1)) == pytest.approx(20e-6 * chunked)
     large = (64, 65536)
-    assert busy.seconds(form, "forward", large) == costs.seconds(form, "forward", large) > 20e-6 * launches
+    assert busy.seconds(form, "forward", large) == costs.seconds(form, "forward", large) > 20e-6 * alone
 
 
 @pytest.mark.parametrize(("sizes", "chunk", "wanted"), [
