@@ -45,9 +45,8 @@ OWN_ATTENTION = (0.55, 0.35)
 CHUNK_LAUNCHES = 2
 """Kernels that put the results of a chunk into the whole."""
 VIEW, PART, RESULT = 0.5, 1.0, 3.0
-"""By what a kernel takes to issue: a view in a graph, a chunk's part of an argument, and putting one of its results into
-the whole. From a step of eight layers in chunks of 1K tokens on an H200, which nothing but issuing bound: 1.70 s, of
-which kernels alone are 0.9 s at what one takes while cores update (docs/RESULTS.md)."""
+"""In kernels to issue: a view in a graph, a chunk's part of an argument, and putting one of its results into the whole.
+From a step of eight layers in chunks of 1K tokens on an H200 that nothing but issuing bound (docs/RESULTS.md)."""
 
 FUSED = frozenset({
     "_to_copy", "clone", "cat", "stack", "sum", "mean", "amax", "amin", "any", "all", "var_mean", "_softmax",

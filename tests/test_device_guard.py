@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from oomc.allocator import LARGE_PAGE
 from oomc.compiler import Compiler
 from oomc.device_guard import RETREAT, DeviceGuard
 from oomc.replay import BLAS, OTHERS
@@ -93,7 +94,8 @@ def test_no_step_maps_memory() -> None:
     others = step._compiler.others
     assert kept.nbytes <= others
     needed = step._current.projection.reserved - OTHERS
-    assert torch.cuda.memory_reserved() >= needed + others
+    # what was free of the last page is part of the piece
+    assert torch.cuda.memory_reserved() > needed + others - LARGE_PAGE
     float(step(**batch))  # pools of small allocations come with the streams that use them
     before = torch.cuda.memory_stats()[STATS]
     for _ in range(3):
