@@ -126,7 +126,9 @@ def test_while_cores_update_a_graph_takes_as_long_as_it_is_issued() -> None:
     program = programs.bare("mlp")
     costs = Costs(program, replace(H200, launch=7e-6, launch_busy=20e-6))
     form = next(f for f, v in variants(program) if costs.of(f, v).flops != 0)
-    cost, graph = costs.of(form, "forward"), program.forms[form].forward.graph
+    cost, module = costs.of(form, "forward"), program.forms[form].forward
+    assert module is not None
+    graph = module.graph
     busy, launches = costs.while_updating, cost.launches(1, 1)
     tensors = [n for n in graph.nodes if n.op == "placeholder" and meta.tensor(n) is not None]
     views = [n for n in graph.nodes if n.target in (aten.t.default, aten.view.default, aten.reshape.default)]
